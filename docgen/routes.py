@@ -159,11 +159,12 @@ for a model that reads text) is dropped and logged once. Streams have named even
 
 `/v1/messages` has Anthropic's form of errors, and its streams have named events. What its body only offers (tools that
 Anthropic hosts, cache marks, images for a model that reads text) is dropped and logged once. A key is sent as
-`Authorization: Bearer KEY` or `x-api-key: KEY`, on every route.
+`Authorization: Bearer KEY` or `x-api-key: KEY`, on every route. A call whose arguments are no JSON object, or are
+cut, has the input `{"INVALID_JSON": TEXT}`, Anthropic's own form for such text; in a stream the text comes as it is.
 
 The routes below `/api` are Ollama's: errors are `{"error": "text"}`, streams are a JSON object a line, `stream` is true
 by default, and a body needs no `Content-Type` unless a web page sends it. Routes that fetch, make or remove models
-answer 501.
+answer 501. A call whose arguments are no JSON object is text of the answer.
 """
 
 

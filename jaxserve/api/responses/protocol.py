@@ -184,6 +184,8 @@ class ResponsesRequest(CommonFields):
     service_tier: str | None = Field(None, description="Ignored; the answer says default.")
     prompt: dict[str, Any] | None = Field(None, description="Refused: there are no stored templates.")
     client_metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    background_options: dict[str, Any] | None = Field(None, description="Ignored: each runs as soon as there is room.")
+    image: dict[str, Any] | None = Field(None, description="Ignored: the model reads text only.")
     context_management: Any = Field(None, description="Ignored.")
     moderation: Any = Field(None, description="Ignored.")
     access_programs: Any = Field(None, description="Ignored.")
