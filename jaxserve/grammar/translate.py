@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_ALTERNATIVES = 4096
+MAX_INTEGER = 2**53  # of enum and const: llguidance rounds larger ones, and crashes at some near -2**63
 # white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
@@ -148,6 +149,10 @@ def _refuse(part: dict[str, Any], *, old_draft: bool) -> None:
     if old_draft and isinstance(part.get("$ref"), str) and isinstance(part.get("$id"), str):
         message = "$id beside $ref: drafts differ in what the reference means, write it out"
         raise InvalidSchemaError(message, param="response_format")
+
+    values = part["enum"] if isinstance(part.get("enum"), list) else [part.get("const")]
+    if any(isinstance(value, int) and abs(value) > MAX_INTEGER for value in values):
+        raise InvalidSchemaError("an integer above 2**53 in enum or const is not kept exactly", param="response_format")
 
 
 def _regex(source: str) -> str:

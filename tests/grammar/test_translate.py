@@ -24,6 +24,8 @@ def nested(depth: int) -> str:
     ("json_schema", '{"items": [{"x-guidance": {"lenient": 1}}]}', "lenient"),
     ("json_schema", " " * (MAX_SOURCE_BYTES + 1), "larger than"),
     ("json_schema", '{"items": {"$ref": "#/a", "$id": "x"}, "a": {}}', "drafts differ"),
+    ("json_schema", '{"items": {"enum": ["a", 9007199254740993]}}', r"2\*\*53"),
+    ("json_schema", '{"const": -9223372036854775807}', r"2\*\*53"),
     ("choice", "[]", "choices"),
     ("choice", "[1]", "must be a text"),
     ("choice", '"a"', "choices"),
