@@ -1,7 +1,7 @@
 """A published config.json (and generation_config.json), translated into ModelConfig.
 
-Reads the keys common to all families; the family adds its own keys and defaults, because a published file leaves out
-what equals the default of its class. Reads JSON only: no code of a checkpoint is run.
+Reads the keys common to all families, which `published_keys` has completed; the family adds its own. Reads JSON only:
+no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jaxserve.models.hf_keys import (
     rope_config,
     shown,
 )
+from jaxserve.models.loading.config.published_keys import completed
 from jaxserve.models.loading.config.stored_config import compressed_block, read_quantization_beside, read_stored_form
 from jaxserve.models.loading.file_formats.gguf_model import config_file, published_config
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
@@ -77,8 +78,7 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
     """
     architecture = architecture_of(hf)
     family = family_of(architecture)
-    if hf.get("rope_theta") is None:
-        hf = {**hf, "rope_theta": family.rope_theta}
+    hf = completed(hf, family.rope_theta)
     if not isinstance(hf.get("quantization_config") or {}, dict):
         raise ValueError(f"'quantization_config' must be an object, not {shown(hf['quantization_config'])}")
     heads = integer(hf, "num_attention_heads")
@@ -99,6 +99,7 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
         "out_bias": boolean(hf, "attention_bias", False),
         "mlp_bias": boolean(hf, "mlp_bias", False),
         "activation": _activation(hf),
+        "logit_soft_cap": number(hf, "final_logit_softcapping", None),
         "eos_token_ids": _eos_token_ids(hf),
         "bos_token_id": optional_integer(hf, "bos_token_id", None),
         "dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
@@ -147,6 +148,8 @@ def _check(config: ModelConfig) -> None:
         raise ValueError(f"{config.num_heads} attention heads are no multiple of {config.num_kv_heads} kv heads")
     if len(config.windows) != config.num_layers:
         raise ValueError(f"{len(config.windows)} layer types are given for {config.num_layers} layers")
+    if len(config.rope_layers) not in (0, config.num_layers):
+        raise ValueError(f"'no_rope_layers' has {len(config.rope_layers)} entries for {config.num_layers} layers")
     for rope in () if config.bidirectional else (config.rope, config.local_rope):
         if rope is not None:
             _check_rope(rope)
