@@ -41,6 +41,13 @@ class ServedModel:
         """Whether it generates text."""
         return not (self.embeds or self.loaded.config.labels)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an output: the model's, and the tokenizer's `eos_token`, which alone may name a chat's."""
+        model, own = self.loaded.config, self.tokenizer.eos_token_id
+        ids = model.eos_token_ids if own is None or own >= model.vocab_size else (*model.eos_token_ids, own)
+        return tuple(dict.fromkeys(ids))
+
 
 def served_names(config: Config) -> list[str]:
     """Return the names that clients may use: the configured ones, or the checkpoint's own name."""
@@ -82,7 +89,7 @@ def engine_info(
         attention=runner.backend.name if isinstance(runner, ModelRunner) else "dense",
         devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
         num_programs=runner.num_programs,
-        eos_token_ids=list(model.eos_token_ids),
+        eos_token_ids=list(found.eos_token_ids),
         generation_defaults={name: value for name, value in defaults.items() if value is not None},
         memory_plan=runner.plan.as_dict(),
         seconds=seconds,

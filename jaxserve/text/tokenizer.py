@@ -71,7 +71,7 @@ class Tokenizer:
             _token_text(self.config.get(f"{name}_token")) for name in ("bos", "eos", "pad", "unk")
         )
         self.bos_token_id, self.pad_token_id = self._id(self.bos_token), self._id(self.pad_token)
-        own = self._id(self.eos_token)
+        self.eos_token_id = own = self._id(self.eos_token)
         ids = ([] if own is None else [own]) + [i for i in extra_eos_ids if 0 <= i < self.vocab_size]
         self.eos_token_ids = tuple(dict.fromkeys(ids))
         steps = _decoder_steps(backend)

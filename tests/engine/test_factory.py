@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve import Engine
 from jaxserve.config import Config
 from jaxserve.engine.factory import pages_name
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import SamplingParams
+from tests.conftest import ONE_ROW
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
+from tests.quick import quick_programs
 
 
 def name(directory: Path, model: ModelConfig) -> str:
@@ -32,3 +39,20 @@ def test_the_served_context_is_part_of_the_pages_name(tmp_path: Path) -> None:
     short, long = model.for_context(64), model.for_context(65)
     assert name(tmp_path, short) == name(tmp_path, model.for_context(32))
     assert name(tmp_path, short) != name(tmp_path, long)
+
+
+def test_the_eos_token_of_the_tokenizer_ends_an_output_too(tmp_path: Path) -> None:
+    """As in vLLM and SGLang: a model trained for chats may have the token that ends a turn in no other file."""
+    hf = TINY_LLAMA | {"eos_token_id": 2}
+    tensors = random_tensors(hf)
+    tensors["lm_head.weight"][:] = 0  # so that greedy tokens are 0, [PAD]
+    directory = write_words(write_checkpoint(tmp_path, hf, tensors), hf["vocab_size"])
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[PAD]"}))
+    with quick_programs():
+        engine = Engine(str(directory), compile_cache=None, num_pages=64, **ONE_ROW)
+    try:
+        [[completion]] = engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4))
+        assert (completion.token_ids, completion.finish_reason) == ([0], FinishReason.STOP)
+        assert engine.info.eos_token_ids == [2, 0]
+    finally:
+        engine.close()

@@ -14,6 +14,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.library.dense import dense_logits
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
+from jaxserve.models.loading.orbax import convert
 from jaxserve.models.loading.part_reader import PartReader
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
 
@@ -97,7 +98,22 @@ def test_buffers_and_a_tied_head_are_left_aside(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)
     model = load_model(write_checkpoint(tmp_path, hf, tensors), dtype=FLOAT32)
+    assert model.config.tie_word_embeddings
     assert dense_logits(model.structure, model.leaves, jnp.arange(3)).shape == (3, 32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_head_that_differs_from_the_embeddings_is_used_though_they_are_tied(dtype: str, tmp_path: Path) -> None:
+    hf = TINY_LLAMA | {"tie_word_embeddings": True}
+    tensors = random_tensors(TINY_LLAMA)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(jnp.dtype(dtype))
+    untied = load_model(write_checkpoint(tmp_path / "untied", TINY_LLAMA, tensors), dtype=FLOAT32)
+    tied = load_model(write_checkpoint(tmp_path / "tied", hf, tensors), dtype=FLOAT32)
+    convert(tied, tmp_path / "converted")
+    again = load_model(tmp_path / "converted", dtype=FLOAT32)
+    for model in (tied, again):
+        assert np.array_equal(leaf(model, "lm_head.weight"), leaf(untied, "lm_head.weight"))
+        assert not model.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])

@@ -51,7 +51,12 @@ def as_converted(config: ModelConfig, directory: Path) -> ModelConfig:
         raise ModelLoadError(f"{directory}: config.json does not describe the quantised weights", fix=FIX)
     if form is not None and modules is not None:
         form = dataclasses.replace(form, found=frozenset(modules))
-    return config.replace(quantization=held, quantized_head=manifest["quantized_head"], stored_form=form)
+    tied = config.tie_word_embeddings
+    if not (config.bidirectional or config.labels):
+        tied = not any(name.startswith("lm_head.") for name in manifest["shapes"])
+    return config.replace(
+        quantization=held, quantized_head=manifest["quantized_head"], stored_form=form, tie_word_embeddings=tied
+    )
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

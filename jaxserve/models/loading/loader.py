@@ -25,8 +25,9 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.converted import as_converted, is_converted
+from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, read_rows
 from jaxserve.models.loading.orbax_reader import READERS, read_leaves
-from jaxserve.models.loading.part_reader import PartReader
+from jaxserve.models.loading.part_reader import CHUNK, PartReader
 from jaxserve.models.loading.quantization import fp8_modules, stored_tensors
 from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
 from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
@@ -39,6 +40,7 @@ LoadFormat = Literal["auto", "safetensors", "orbax"]
 
 # Buffers that old exports contain and that are computed here; scales and zeros of quantized activations and KV caches.
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"))
+_HEAD = "lm_head.weight"
 RANDOM_STDDEV = 0.02
 RANDOM_INT8 = 32  # standard deviation of int8 codes; that of 4 random bits is 4.6, or 2.9 as E2M1
 _RANDOM_SCALES = {
@@ -97,7 +99,10 @@ def _config(config: ModelConfig | None, directory: Path, mesh: Mesh | None) -> M
 
 
 def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:
-    """Check the files of a checkpoint and return its structure. Reads no weight. Raises ModelLoadError."""
+    """Check the files of a checkpoint and return its structure. Raises ModelLoadError.
+
+    Reads no weight but an output head beside a table of embeddings, see `_as_published`.
+    """
     if is_converted(directory):
         return build(as_converted(config, directory), dtype)
     checkpoint = open_checkpoint(directory)
@@ -109,13 +114,35 @@ def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelS
 def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """Return the config with what the files tell: which weights are FP8, and whether there is an output head.
 
-    An embedding model may be published without one.
+    An embedding model may be published without one. One that differs from the table of embeddings is used, as in
+    transformers, even if config.json ties them.
     """
-    headless = checkpoint.bare and "lm_head.weight" not in checkpoint.tensors
+    headless = checkpoint.bare and _HEAD not in checkpoint.tensors
+    tied = headless or (config.tie_word_embeddings and not _has_own_head(checkpoint))
     form = config.stored_form
     if form is not None and form.method == "fp8":
         form = dataclasses.replace(form, found=fp8_modules(checkpoint.tensors))
-    return config.replace(stored_form=form, tie_word_embeddings=headless or config.tie_word_embeddings)
+    return config.replace(stored_form=form, tie_word_embeddings=tied)
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint has an output head that differs from its table of embeddings."""
+    head, table = (checkpoint.tensors.get(name) for name in (_HEAD, "model.embed_tokens.weight"))
+    if not (isinstance(head, TensorInfo) and isinstance(table, TensorInfo)):
+        return False
+    if head.shape != table.shape:
+        return True
+    rows = max(1, CHUNK * head.shape[0] // max(1, head.num_bytes))
+    pieces = ((first, min(rows, head.shape[0] - first)) for first in range(0, head.shape[0], rows))
+    return any(not np.array_equal(_numbers(head, *piece), _numbers(table, *piece)) for piece in pieces)
+
+
+def _numbers(tensor: TensorInfo, first: int, count: int) -> np.ndarray:
+    """Read `count` rows of a tensor from row `first` on, [count, ...] in float32."""
+    raw = np.empty(count * tensor.num_bytes // tensor.shape[0], np.uint8)
+    found = np.empty((count, *tensor.shape[1:]), np.float32)
+    copy_converted(read_rows(tensor, first, count, raw), found)
+    return found
 
 
 def _shardings(structure: ModelStructure, mesh: Mesh | None) -> list[Sharding]:
