@@ -100,12 +100,12 @@ class AsyncEngine:
         """Refuse new requests from now on. Running requests continue."""
         self._replicas.drain()
 
-    async def drained(self, timeout: float) -> bool:
-        """Wait until no request is live, at most `timeout` seconds. Returns whether none is."""
+    async def drained(self, timeout: float, others: Callable[[], int] = lambda: 0) -> bool:
+        """Wait at most `timeout` seconds until no request is live and `others` counts none. Returns whether so."""
         deadline = time.monotonic() + timeout
-        while self._live and time.monotonic() < deadline:
+        while (self._live or others()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        return not self._live
+        return not (self._live or others())
 
     async def stop(self) -> None:
         """Stop the engine. Live requests end with EngineDeadError, before a stuck engine makes this wait."""
@@ -205,6 +205,7 @@ class AsyncEngine:
             tenant=options.get("tenant"),
             deadline=options.get("deadline"),
             replica=options.get("replica"),
+            continues=options.get("continues", False),
         )
         given, signal = options.get("outbox"), options.get("signal")
         outputs = Outbox() if given is None else given
@@ -238,12 +239,8 @@ class AsyncEngine:
 
         A request that an engine has answered is not refused for the queue or a restart.
         """
-        if not sequences[0].is_answered:
-            self.check_ready()
-            self.check_queue(len(sequences), len(message.token_ids))
-            self._replicas.check_named(message.request.replica, self.config.mesh.replicas)
-        elif self.status.phase == "dead":
-            raise EngineDeadError(f"the engine is dead: {self.status.detail}")
+        is_accepted = sequences[0].is_answered or message.request.continues
+        self._check_accepts(message.request, len(sequences), len(message.token_ids), is_accepted=is_accepted)
         for sequence in sequences:
             self._live.add(sequence)
         self._replicas.place(sequences, message)
@@ -251,9 +248,7 @@ class AsyncEngine:
 
     def _begin(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
         """Send a request as `params.n` sequences. If it raises, nothing was sent and nothing is live."""
-        self.check_ready()
-        self.check_queue(request.params.n, len(request.prompt_token_ids))
-        self._replicas.check_named(request.replica, self.config.mesh.replicas)
+        self._check_accepts(request, request.params.n, len(request.prompt_token_ids), is_accepted=request.continues)
         seed = request.params.seed
         own = siblings(request, self._live.new_id, self._seeds.getrandbits(63) if seed is None else seed)
         message = Add.of(*own)
@@ -268,6 +263,15 @@ class AsyncEngine:
         for sequence in sequences if thinks_too_long else ():
             self._end_thinking(sequence)
         return sequences
+
+    def _check_accepts(self, request: EngineRequest, n: int, num_prompt_tokens: int, *, is_accepted: bool) -> None:
+        """Raise as `generate` does before the first output. Only a dead engine refuses what is accepted."""
+        if not is_accepted:
+            self.check_ready()
+            self.check_queue(n, num_prompt_tokens)
+            self._replicas.check_named(request.replica, self.config.mesh.replicas)
+        elif self.status.phase == "dead":
+            raise EngineDeadError(f"the engine is dead: {self.status.detail}")
 
     def _text(self, request: EngineRequest, index: int, stops: Stops | None) -> SequenceText:
         return SequenceText(request.client_id, index, request.prompt_token_ids, request.params, self.tokenizer, stops)

@@ -19,4 +19,5 @@ class GenerateOptions(TypedDict, total=False):
     deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
     signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
     replica: int | None  # the engine that computes it; default: the router chooses
+    continues: bool  # a request that was accepted needs the engine again: no drain and no full queue refuses it
     outbox: Outbox | None  # the queue of unread outputs, if the caller wants to know its size

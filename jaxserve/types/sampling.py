@@ -127,4 +127,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # tokens sent to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
     replica: int | None = None  # which of the server's engines computes it; None: the router chooses
+    continues: bool = False  # its client's request was accepted before, so no drain and no full queue refuses it
     is_answered: bool = False  # an engine that died sent its first output: values that are sent once are not sent again

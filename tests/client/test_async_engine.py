@@ -350,3 +350,25 @@ def test_requests_are_answered_before_the_engine_has_ended() -> None:
 
     run(test)
     assert answered[0]
+
+
+def test_a_part_of_an_accepted_request_is_not_refused_by_a_drain_or_a_full_queue() -> None:
+    async def test(engine: AsyncEngine, link: HandLink) -> None:
+        first = Client(engine, "a", SamplingParams(n=9))
+        await until(lambda: len(link.requests) == 9)
+        with pytest.raises(QueueFullError):
+            engine.check_queue()
+        engine.drain()
+        part = asyncio.ensure_future(anext(engine.generate([1], SamplingParams(), continues=True)))
+        await until(lambda: len(link.requests) == 10)
+        others = [1]
+        assert not await engine.drained(0.05)
+        for request in link.requests:
+            link.give(request.request_id, 5, FinishReason.STOP)
+        assert (await part).token_ids == [5]
+        await first.task
+        assert not await engine.drained(0.05, lambda: len(others))
+        others.clear()
+        assert await engine.drained(0.0, lambda: len(others))
+
+    run(test, max_queued_requests=1)

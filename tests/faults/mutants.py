@@ -174,7 +174,7 @@ MUTANTS = (
     Mutant(
         "a drain that waits for nobody",
         "jaxserve/client/async_engine.py",
-        "while self._live and time.monotonic() < deadline:",
+        "while (self._live or others()) and time.monotonic() < deadline:",
         "while False:",
         SIGNALS + "test_sigterm_drains",
     ),
@@ -188,7 +188,7 @@ MUTANTS = (
     Mutant(
         "a drain without a limit",
         "jaxserve/client/async_engine.py",
-        "while self._live and time.monotonic() < deadline:",
+        "while (self._live or others()) and time.monotonic() < deadline:",
         "while self._live:",
         SIGNALS + "test_a_drain_has_a_limit",
     ),

@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ class Stream(threading.Thread):
         return [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
 
 
-def post(server: Launched) -> httpx2.Response:
-    return httpx2.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "a"}, timeout=LAST_RESORT)
+def post(server: Launched, **fields: Any) -> httpx2.Response:
+    body = {"model": "demo", "prompt": "a"} | fields
+    return httpx2.post(f"{server.url}/v1/completions", json=body, timeout=LAST_RESORT)
 
 
 def health(server: Launched) -> int:
@@ -74,6 +76,8 @@ def test_sigterm_drains(compile_cache: str, tmp_path: Path) -> None:
     with Launched(compile_cache, tmp_path) as server:
         processes = everyone(server)
         streams = [Stream(server, LONG) for _ in range(3)]
+        beams = ThreadPoolExecutor().submit(post, server, n=2, use_beam_search=True, max_tokens=60, ignore_eos=True)
+        wait_until(lambda: server.state().running > len(streams), "a request that needs the engine again and again")
         [engine] = [process for process in processes if is_engine(process)]
         engine.suspend()  # no stream ends before the server was seen to drain
         try:
@@ -87,6 +91,7 @@ def test_sigterm_drains(compile_cache: str, tmp_path: Path) -> None:
         for stream in streams:
             stream.join()
             assert stream.error is None and stream.events[-1] == "[DONE]" and stream.finish_reasons == ["length"]
+        assert beams.result().status_code == 200
         assert server.process.wait(LAST_RESORT) == 0
         assert psutil.wait_procs(processes, timeout=LAST_RESORT)[1] == [] and server.port_is_free()
 

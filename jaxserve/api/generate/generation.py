@@ -106,6 +106,7 @@ class Generation:
         self._cached = [0] * len(self.prompts)
         self._outboxes: WeakSet[Outbox] = WeakSet()
         self._key = self.state.key_usages.of(self.caller.owner)
+        self._is_begun = False  # the engine was asked for a part
 
     def _check_size(self) -> None:
         """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""
@@ -214,7 +215,9 @@ class Generation:
                 deadline=self.state.config.server.request_timeout,
                 signal=prompt.signal,
                 outbox=outbox,
+                continues=self._is_begun and (self.at_once is not None or prompt.run is not None),
             )
+            self._is_begun = True
             return cast("Stream", stream)
 
         return generate(prompt.prompt_token_ids, prompt.params) if prompt.run is None else prompt.run(generate)

@@ -80,6 +80,9 @@ class LiveRequests:
     def __init__(self) -> None:
         self._running: dict[AbortSignal, tuple[str, Caller]] = {}
 
+    def __len__(self) -> int:
+        return len(self._running)
+
     def add(self, signal: AbortSignal, request_id: str, caller: Caller) -> None:
         self._running[signal] = request_id, caller
 
