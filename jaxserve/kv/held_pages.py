@@ -33,6 +33,13 @@ class HeldPages:
                 held.remove(entry)
                 self._cache.unlock(node)
 
+    def clear(self) -> None:
+        """End all holds."""
+        for node in self.nodes:
+            self._cache.unlock(node)
+        self._until.clear()
+        self._held.clear()
+
     def expire(self, now: float) -> None:
         """End what was held long enough. now: seconds"""
         if self._held or self._until:

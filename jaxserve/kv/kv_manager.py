@@ -331,12 +331,14 @@ class KVManager:
 
         new_weights: later pages must not be found by a process with the weights of the start.
         """
+        self.held.clear()  # no other engine can fetch these pages any more
         self.cache.flush()
         if self.host is not None:
             self.host.clear(new_weights=new_weights)
 
     def recover(self) -> None:
         """Remove all cached prefixes, because the content of all pages is lost."""
+        self.held.clear()
         self.cache.flush()
         if self.host is not None:
             self.host.recover()

@@ -8,7 +8,7 @@ from jaxserve.kv.held_pages import HeldPages
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
-from tests.fakes import small_config
+from tests.fakes import make_core, make_request, run_all, small_config
 
 PAGE = 2
 
@@ -52,6 +52,18 @@ def test_all_holds_of_a_prefix_are_given_up_at_once() -> None:
     held.give_up(first)
     assert held.nodes == [second] and cache.evict(8) == 3
     cache.check_integrity(held.nodes)
+
+
+@pytest.mark.parametrize("how", ["flush", "recover"])
+def test_pages_that_nobody_can_fetch_any_more_are_not_held(how: str) -> None:
+    """As after an update of the weights: a request that needs all pages does not wait for the end of a hold."""
+    core = make_core(small_config(num_pages=8, max_model_len=32))
+    run_all(core, [make_request("held", range(17), max_tokens=1, hold_seconds=3600.0)])
+    kv = core.scheduler.kv
+    assert kv.held.nodes and kv.num_available < 8
+    core.flush_prefix_cache() if how == "flush" else core.recover()
+    found = run_all(core, [make_request("all", range(30), max_tokens=2)], max_steps=50)
+    assert len(found["all"].token_ids) == 2
 
 
 def test_the_oldest_hold_makes_room() -> None:
