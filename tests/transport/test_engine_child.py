@@ -3,8 +3,15 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
+import pytest
+
+from jaxserve.client.processes import link as link_module
+from jaxserve.client.processes.link import ProcessLink
+from jaxserve.config import Config
 from jaxserve.transport.engine_child import EngineChild
+from jaxserve.transport.socket_directory import SocketDirectory
 from tests.waiting import LAST_RESORT, wait_until
 
 MODULE = "tests.transport.waiting_child"
@@ -32,3 +39,21 @@ def test_close_ends_it() -> None:
     assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
     child.close()
     assert not child.is_running and not child.directory.path.exists()
+
+
+def test_a_start_removes_the_pages_that_a_killed_server_left_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one with prefill apart, whatever the next one is."""
+    monkeypatch.setattr(link_module, "SHARED_MEMORY", tmp_path)
+    left = SocketDirectory(tmp_path)
+    (left.path / "pages-0").write_bytes(b"pages")
+    os.close(left._lock)  # as the end of its process does
+
+    async def run() -> None:
+        link = ProcessLink(Config(), MODULE)
+        await link.start()
+        await link.stop()
+
+    asyncio.run(run())
+    assert not left.path.exists()

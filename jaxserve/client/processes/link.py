@@ -20,6 +20,7 @@ from jaxserve.config import Config
 from jaxserve.device_platform import platform_of
 from jaxserve.errors import EngineDeadError
 from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
+from jaxserve.transport.page_directory import SHARED_MEMORY
 from jaxserve.transport.shared_state import Pulse
 from jaxserve.transport.socket_directory import sweep
 from jaxserve.types.messages import (
@@ -129,7 +130,7 @@ class ProcessLink:
     def _sweep(self) -> None:
         if not self._has_swept:
             self._has_swept = True
-            if swept := sweep():
+            if swept := [*sweep(), *sweep(SHARED_MEMORY)]:  # where pages of prompts are passed on
                 logger.info("removed %d directories of killed servers", len(swept))
 
     def _bind(self, context: zmq.asyncio.Context, kind: int, name: str) -> zmq.asyncio.Socket:
