@@ -103,13 +103,19 @@ def tool_grammar(
     calls = _calls_of(model.family, model.template)
     is_value = answer is not None and isinstance(calls.call, JsonCall) and not calls.trigger
     builder = _Builder(LarkWriter(model.special_tokens), calls, tools, parallel and not calls.single, is_value)
-    if model.family == HARMONY:
-        start = builder.channels(required, answer)
-    elif required or answer is not None:
-        start = builder.required() if answer is None else f"{builder.required()} | {builder.writer.schema(answer)}"
-    else:
-        start = builder.auto()
+    try:
+        start = _start(builder, model.family, required, answer)
+    except RecursionError as error:
+        raise InvalidSchemaError("the schema of a tool is nested too deep", param="tools") from error
     return GrammarSpec(kind="lark", source=builder.writer.finish(start))
+
+
+def _start(builder: _Builder, family: str | None, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
+    if family == HARMONY:
+        return builder.channels(required, answer)
+    if answer is not None:
+        return f"{builder.required()} | {builder.writer.schema(answer)}"
+    return builder.required() if required else builder.auto()
 
 
 def no_call_grammar(model: CallModel) -> GrammarSpec | None:

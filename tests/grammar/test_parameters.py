@@ -116,3 +116,13 @@ def test_a_small_request_makes_no_huge_grammar() -> None:
     references = {f"p{i}": {"$ref": f"#/$defs/p{i}"} for i in range(3000)}
     with pytest.raises(InvalidSchemaError, match="larger than"):
         spec_of("qwen3_coder", GrammarTool("f", {"properties": references, "$defs": {name: {} for name in references}}))
+
+
+@pytest.mark.parametrize(("family", "answer"), [("llama3_json", {"type": "object"}), ("qwen3_coder", None)])
+def test_a_schema_that_is_nested_deep_is_refused(family: str, answer: dict[str, Any] | None) -> None:
+    part: dict[str, Any] = {"$ref": "#"}
+    for _ in range(900):
+        part = {"items": part}
+    tool = GrammarTool("f", {"properties": {"a": part}})
+    with pytest.raises(InvalidSchemaError, match="deep"):
+        tool_grammar(CallModel(family), [tool], required=answer is None, answer=answer)
