@@ -32,7 +32,8 @@ def run(words: Sequence[str]) -> int:
     if gguf_file(source) is not None:
         raise ConfigError(f"{source} holds GGUF, which is not converted", fix=f"serve it: jaxserve launch {source}")
     config = read_config(source)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # hides Orbax's notices
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # hides Orbax's notices, and tracebacks of what it raises
     orbax.check_target(target)  # before the checkpoint is read
     dtype = jnp.dtype(config.dtype if options.dtype == "auto" else options.dtype)
     quantization = choose_quantization(options.quantization, config, source)

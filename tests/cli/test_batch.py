@@ -1,5 +1,6 @@
 """`jaxserve batch` against a server whose engine has known tokens; running a file here is held in tests/api/batch."""
 
+import asyncio
 import http.server
 import json
 import time
@@ -12,8 +13,13 @@ import pytest
 
 from jaxserve.cli import batch_server
 from jaxserve.cli.main import main
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.processes import supervisor
+from jaxserve.errors import EngineDeadError
+from jaxserve.types.messages import FromEngine
 from tests.api.batch.helpers import input_file, input_line
 from tests.api.conftest import LiveServer
+from tests.api.fakes import FakeLink
 from tests.store.disks import FailingDisk
 
 
@@ -206,3 +212,33 @@ def test_what_is_no_server_of_batches_is_told(restarted: str, capsys: pytest.Cap
     Restarted.fates[:] = ["other"]
     assert main(["batch", "status", "b", "--base-url", restarted]) == 2
     assert "is no such server" in capsys.readouterr().err
+
+
+class DyingLink(FakeLink):
+    """Dies with the first request, and no other engine can be started."""
+
+    async def start(self) -> None:
+        if self.seen:
+            raise OSError("no more processes")
+        await super().start()
+
+    async def receive(self) -> FromEngine:
+        message = asyncio.ensure_future(super().receive())
+        while not message.done():
+            if self.seen:
+                message.cancel()
+                raise EngineDeadError("killed by the test")
+            await asyncio.wait({message}, timeout=0.01)
+        return message.result()
+
+
+def test_an_engine_that_stays_dead_ends_a_run(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0,))
+    monkeypatch.setattr("jaxserve.cli.batch.AsyncEngine", lambda config: AsyncEngine(config, DyingLink()))
+    target = data.with_name("out.jsonl")
+    assert main(["batch", "run", str(data), "-o", str(target)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("jaxserve: the engine is dead: ") and "the same call goes on" in last
+    assert not target.exists() and target.with_name("out.jsonl.jaxserve").is_dir()

@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.cli.main import main
 from jaxserve.models.loading.config.hf_config import read_config
+from jaxserve.models.loading.converted import MANIFEST_NAME
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
@@ -167,6 +168,18 @@ def test_convert_then_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(np.array_equal(a, b) for a, b in zip(loaded.leaves, before.leaves, strict=True))
     assert main(["convert", str(source), str(target), "--device", "cpu"]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_conversion_that_finds_no_room_tells_the_cause(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY_LLAMA, random_tensors(TINY_LLAMA))
+    command = f"ulimit -f 2; {sys.executable} -m jaxserve convert {source} {tmp_path / 'target'} --device cpu"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    told = [
+        line for line in done.stderr.splitlines() if line.startswith("jaxserve: ")
+    ]  # threads of tensorstore add some
+    assert done.returncode == 2 and len(told) == 1, done.stderr
+    assert told[0].startswith(f"jaxserve: {tmp_path / 'target'} cannot be written: "), told
+    assert not (tmp_path / "target" / MANIFEST_NAME).exists()
 
 
 def test_the_command_is_found() -> None:

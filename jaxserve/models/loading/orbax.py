@@ -25,9 +25,17 @@ from jaxserve.models.loading.structure import LoadedModel
 def convert(model: LoadedModel, target: Path) -> None:
     """Write a loaded model, and the small files of its directory, to `target`.
 
-    Raises ModelLoadError unless `target` is missing or empty.
+    Raises ModelLoadError unless `target` is missing or empty, or if it cannot be written.
     """
     check_target(target)
+    try:
+        _write(model, target)
+    except (OSError, ValueError) as error:  # ValueError: of tensorstore, for a full disk
+        fix = "make room on the disk, remove the directory and call again"
+        raise ModelLoadError(f"{target} cannot be written: {error}", fix=fix) from None
+
+
+def _write(model: LoadedModel, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for pattern in (*DATA_FILES, "*_Pooling/config.json"):
         for path in model.directory.glob(pattern):
