@@ -87,6 +87,38 @@ def test_a_start_that_fails_after_a_death_is_tried_again(monkeypatch: pytest.Mon
     with_engine(work)
 
 
+class FailingLink(HandLink):
+    """The first start fails with this message."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__()
+        self._failed = failed
+
+    async def start(self) -> None:
+        self.messages.put_nowait(self._failed)
+        self.die()
+
+
+@pytest.mark.parametrize(
+    ("failed", "error"),
+    [
+        (Failed("no such file", "name another"), ConfigError),
+        (Failed("host 1 is lost", expected=False), EngineDeadError),
+    ],
+)
+def test_only_an_operators_mistake_ends_a_first_start_as_one(failed: Failed, error: type[Exception]) -> None:
+    """Exit code 2 is for mistakes: what starts servers again, as systemd does, does not after it."""
+
+    async def run() -> None:
+        engine = AsyncEngine(Config(), FailingLink(failed))
+        with pytest.raises(error, match=failed.message):
+            await engine.start()
+        assert (engine.failure is None) == (error is EngineDeadError)
+        await engine.stop()
+
+    asyncio.run(run())
+
+
 class StuckLink(HandLink):
     """The first engine is stuck, and dies by itself while its stacks are written. Those after it are not stuck."""
 

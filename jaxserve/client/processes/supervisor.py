@@ -89,7 +89,7 @@ class Supervisor:
         on_end: Callable[[EngineDeadError], None],
     ) -> None:
         self.status = EngineStatus("loading")
-        self.failure: ConfigError | None = None  # why the first start failed
+        self.failure: ConfigError | None = None  # the operator's mistake that made the first start fail
         self.restarts = 0
         self._link = link
         self._watchdog = watchdog
@@ -180,7 +180,7 @@ class Supervisor:
                 self._show(EngineStatus(name, phase, done, total, unit))
             case Failed():
                 self._reason = message.message
-                if not self._was_ready:
+                if message.expected and not self._was_ready:
                     self.failure = ConfigError(message.message, fix=message.fix)
             case EngineState(phase, detail):
                 self._show(EngineStatus(phase, detail))

@@ -50,9 +50,12 @@ def lead(config: Config, send: Send) -> Leader:
 
 
 def end_process(send: Send, reason: str, fix: str | None = None) -> None:
-    """End this process at once. Its threads may wait for devices of a host that is gone."""
+    """End this process at once. Its threads may wait for devices of a host that is gone.
+
+    fix: what the operator can do, if it is a mistake of the operator
+    """
     logger.error("%s: this engine process ends", reason)
-    send(Failed(reason, fix, expected=False))
+    send(Failed(reason, fix, expected=fix is not None))
     time.sleep(_SEND_TIME)
     sys.stderr.flush()
     os._exit(LOST)
