@@ -88,6 +88,8 @@ class Tokenizer:
         """Read a model directory, or that of a GGUF file. Raises ModelLoadError with the missing or damaged file."""
         path = Path(path).parent if Path(path).is_file() else Path(path)
         config = _read_json(path / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # an older form, whose special tokens are in a file of their own
+            config |= _special_tokens(path / "special_tokens_map.json")
         eos_ids = _eos_ids(path / "generation_config.json") + _eos_ids(path / "config.json")
         templates = _chat_templates(path, config)
         return cls(_load_backend(path), config, chat_templates=templates, extra_eos_ids=eos_ids)
@@ -238,6 +240,12 @@ def _decoder_kind(steps: list[dict[str, Any]]) -> DecoderKind:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """Read special_tokens_map.json: {name: text}, without its lists."""
+    texts = {name: _token_text(value) for name, value in _read_json(path).items() if isinstance(value, str | dict)}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _eos_ids(path: Path) -> list[int]:

@@ -102,6 +102,16 @@ def test_buffers_and_a_tied_head_are_left_aside(tmp_path: Path) -> None:
     assert dense_logits(model.structure, model.leaves, jnp.arange(3)).shape == (3, 32)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.bool_])
+def test_integers_without_a_quantization_are_refused(
+    dtype: Any, tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    codes = tensors | {name: (tensors[name] * 100).astype(dtype)}
+    with pytest.raises(ModelLoadError, match=rf"{name} is {np.dtype(dtype)}, expected floating point"):
+        load_model(write_checkpoint(tmp_path, TINY_LLAMA, codes), dtype=FLOAT32)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_head_that_differs_from_the_embeddings_is_used_though_they_are_tied(dtype: str, tmp_path: Path) -> None:
     hf = TINY_LLAMA | {"tie_word_embeddings": True}

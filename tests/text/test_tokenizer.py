@@ -111,6 +111,18 @@ def test_facts_of_a_directory(shared_data: Any) -> None:
     assert "default" in tokenizer.chat_templates
 
 
+def test_the_special_tokens_of_an_older_directory(tmp_path: Path) -> None:
+    """Transformers reads the file unless tokenizer_config.json has the newer form."""
+    backend = Backend(BPE())
+    backend.add_special_tokens(["<s>", "<|im_end|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>", "lstrip": False}, "additional": ["x"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    assert Tokenizer.from_directory(tmp_path).special_tokens_map() == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {}, "eos_token": "<s>"}))
+    assert Tokenizer.from_directory(tmp_path).special_tokens_map() == {"eos_token": "<s>"}
+
+
 def test_damaged_directories_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)

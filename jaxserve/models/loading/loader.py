@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.loading.config.hf_config import read_config
@@ -187,10 +188,23 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
         ignored.append(re.compile(r"^lm_head\.weight$"))
     misfits = checkpoint.misfits(expected, ignored)
     misfits.raise_if_any(checkpoint.directory, config.architecture)
+    if config.stored_form is None:
+        _check_floats(set(expected), checkpoint)
     form, kept = config.stored_form, [spec for spec in structure.specs if spec.packing and spec.packing.stored]
     if form is not None and form.method == "gguf":
         names = {part.name for spec in kept for part in spec.parts}
         checkpoint.check_blocks({name: form.type_of[name.removesuffix(".weight")] for name in sorted(names)})
+
+
+def _check_floats(names: set[str], checkpoint: Checkpoint) -> None:
+    """Raise ModelLoadError for tensors of integers, which would be codes of a form that config.json does not name."""
+    found = {name: info.dtype for name, info in checkpoint.tensors.items() if isinstance(info, TensorInfo)}
+    wrong = [f"{name} is {found[name]}" for name in sorted(names & found.keys()) if found[name].kind in "iub"]
+    if wrong:
+        raise ModelLoadError(
+            f"{checkpoint.directory}: {', '.join(wrong[:8])}, expected floating point",
+            fix="check that config.json belongs to these weights: it names no quantization",
+        )
 
 
 # --- random ----------------------------------------------------------------------------------------------------
