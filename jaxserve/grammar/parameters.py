@@ -33,22 +33,30 @@ def parameters_of(schema: Mapping[str, Any]) -> list[Parameter]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise _error("properties of a tool must be an object, and required a list")
-    others = dict.fromkeys(name for name in required if isinstance(name, str) and name not in properties)
-    parts = properties | dict.fromkeys(others, schema.get("additionalProperties", True))
-    used = {name: part for name, part in parts.items() if part is not False or name in required}
-    return [Parameter(name, _standing_alone(part, schema), name in required) for name, part in used.items()]
+    needed = dict.fromkeys(name for name in required if isinstance(name, str))
+    parts = properties | {name: schema.get("additionalProperties", True) for name in needed if name not in properties}
+    used = {name: part for name, part in parts.items() if part is not False or name in needed}
+    targets, place = _targets(schema)
+    return [Parameter(name, _standing_alone(part, targets, place), name in needed) for name, part in used.items()]
 
 
-def _standing_alone(part: Any, schema: Mapping[str, Any]) -> Any:
-    """Return a parameter's schema with the targets of its references into the whole schema."""
-    if not isinstance(part, dict) or "$ref" not in (text := json.dumps(part)):
-        return part
+def _targets(schema: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return what a parameter's schema needs beside it for its references into the whole schema, and their new place.
+
+    Computed once for all parameters: there may be thousands, and as many definitions.
+    """
     head = {"$schema": schema["$schema"]} if "$schema" in schema else {}
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    local = json.dumps(definitions) + text
-    if local.count('"$ref"') == local.count('"$ref": "#/$defs/') + local.count('"$ref": "#/definitions/'):
-        return head | definitions | part
-    return head | {"$defs": {"whole": moved(schema, "#/$defs/whole")}} | moved(part, "#/$defs/whole")
+    text = json.dumps(schema)
+    if text.count('"$ref"') == text.count('"$ref": "#/$defs/') + text.count('"$ref": "#/definitions/'):
+        return head | {key: schema[key] for key in ("$defs", "definitions") if key in schema}, ""
+    return head | {"$defs": {"whole": moved(schema, "#/$defs/whole")}}, "#/$defs/whole"
+
+
+def _standing_alone(part: Any, targets: dict[str, Any], place: str) -> Any:
+    """Return a parameter's schema with the targets of its references."""
+    if not isinstance(part, dict) or "$ref" not in json.dumps(part):
+        return part
+    return moved(part, place) | targets if place else targets | part
 
 
 def is_text(schema: Any) -> bool:
