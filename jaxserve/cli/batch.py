@@ -21,8 +21,8 @@ from rich.table import Table
 
 from jaxserve.api.shared.body_cost import max_line_bytes
 from jaxserve.bench.load import root_url
-from jaxserve.cli.batch_server import BatchServer, until_reached
-from jaxserve.cli.offline_batch import OfflineBatch, run_offline, validate
+from jaxserve.cli.batches.batch_server import BatchServer, until_reached
+from jaxserve.cli.batches.offline_batch import OfflineBatch, run_offline, validate
 from jaxserve.cli.options.arguments import api_key
 from jaxserve.cli.options.settings import load_config
 from jaxserve.cli.terminal.progress import StartProgress

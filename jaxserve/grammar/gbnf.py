@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.char_classes import quoted
+from jaxserve.grammar.schema.char_classes import quoted
 
 _TOKEN = re.compile(
     r"""(?P<skip>\s+|\#[^\n]*) | (?P<rule>[\w-]+)\s*::= | (?P<name>[\w-]+) | "(?P<text>(?:[^"\\\n]|\\.)*)"

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.char_classes import ascii_classes, quoted
+from jaxserve.grammar.schema.char_classes import ascii_classes, quoted
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES, json_schema_part
 
 ANY_TEXT = r"/(.|\n)*/"

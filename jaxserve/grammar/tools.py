@@ -17,8 +17,8 @@ from typing import Any
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.embed import embed_before, embed_in_json
 from jaxserve.grammar.lark import ANY_TEXT, LarkWriter, one_of
-from jaxserve.grammar.parameters import is_text, parameters_of, texts_of
-from jaxserve.grammar.schemas import moved
+from jaxserve.grammar.schema.parameters import is_text, parameters_of, texts_of
+from jaxserve.grammar.schema.parts import moved
 from jaxserve.grammar.translate import closed
 from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
 from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import llguidance
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.char_classes import ascii_classes, ascii_schema, quoted
 from jaxserve.grammar.gbnf import gbnf_to_lark
-from jaxserve.grammar.schemas import with_parts
+from jaxserve.grammar.schema.char_classes import ascii_classes, ascii_schema, quoted
+from jaxserve.grammar.schema.parts import with_parts
 from jaxserve.types.sampling import GrammarSpec
 
 if TYPE_CHECKING:

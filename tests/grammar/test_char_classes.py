@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.grammar.char_classes import ascii_classes
 from jaxserve.grammar.matcher import MatcherFactory
+from jaxserve.grammar.schema.char_classes import ascii_classes
 from jaxserve.grammar.structural import structural_tag_spec
 from jaxserve.grammar.tools import GrammarTool
 from jaxserve.text.tokenizer import Tokenizer

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from jaxserve.text.events import ContentDelta, Event, ToolCallDelta, ToolCallEnd, ToolCallStart, merged
 from jaxserve.text.reader import Reading, TextReader, decode_json_string, whole_characters
 from jaxserve.text.tools.custom import InputDecoder
+from jaxserve.text.tools.schema_types import schema_types
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[^\s\"'<>{}\[\]()|]{1,128}")
@@ -50,20 +51,6 @@ class ToolSet:
         properties = self.parameters.get(name, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return schema_types(schema)
-
-
-def schema_types(schema: Any, depth: int = 0) -> set[str]:
-    """Return the JSON types that a schema's values may have; empty if it does not name any. References are not read."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return set()
-    declared = schema.get("type")
-    types = set(declared) if isinstance(declared, list) else {declared} if isinstance(declared, str) else set()
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    types |= {"string" if isinstance(value, str) else "other" for value in values} if not types else set()
-    for key in ("anyOf", "oneOf"):
-        for option in schema[key] if isinstance(schema.get(key), list) else []:
-            types |= schema_types(option, depth + 1)
-    return types
 
 
 class ToolParser(ABC):

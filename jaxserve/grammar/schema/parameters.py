@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.schemas import moved
-from jaxserve.text.tools.base import schema_types
+from jaxserve.grammar.schema.parts import moved
+from jaxserve.text.tools.schema_types import schema_types
 
 _WHOLE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas"})
 _WHOLE |= {"dependencies", "patternProperties", "minProperties", "maxProperties", "propertyNames"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxserve.grammar.schemas import with_parts
+from jaxserve.grammar.schema.parts import with_parts
 
 _ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
 
