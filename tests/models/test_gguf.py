@@ -289,7 +289,7 @@ def test_it_is_served(tmp_path: Path) -> None:
         Config.of(str(tmp_path / "tiny-Q8_0.gguf"), device="cpu", max_model_len=32, **ONE_ROW), lambda _: None
     )
     assert built.info.served_names == ["tiny-Q8_0"]
-    assert built.info.eos_token_ids == [2]
+    assert built.info.eos_token_ids == [2, 2038], "the file's and the tokenizer's"
     runner = built.core.runner
     assert isinstance(runner, ModelRunner)
     assert jnp.dtype("int8") in {leaf.dtype for leaf in runner.leaves}

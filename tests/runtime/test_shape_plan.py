@@ -71,7 +71,9 @@ def test_windowed_layers_leave_room_for_more_tokens() -> None:
     kept = plan.kv_tokens(80 * GIB)
     tokens, contexts = plan.room(80 * GIB, 131072)
     assert 1.8 * kept < tokens < 2 * kept and contexts == tokens / 131072
-    assert plan.room(80 * GIB, 128) == (kept, kept / 128), "no sequence is longer than the window"
+    many = plan.room(80 * GIB, 128, max_num_seqs=2**16)
+    assert many == (kept, kept / 128), "no sequence is longer than the window"
+    assert plan.room(80 * GIB, 128) == (2 * 512 * 128, 2 * 512), "no more pages than 512 requests use"
 
 
 def test_the_plan_without_windows_is_the_old_one() -> None:
