@@ -19,6 +19,7 @@ from pathlib import Path
 from jaxserve.cli.main import imported
 from jaxserve.cli.options.settings import load_config
 from jaxserve.cli.start import check_files
+from jaxserve.device_platform import platform_of
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 
@@ -32,10 +33,10 @@ def run(words: Sequence[str]) -> int:
     configure_logging(config.logging)
     check_files(config)
     tuning = _prepare(options.target, options.autotuning, options.save_autotuning)
+    if options.save_autotuning is not None and platform_of(config) != "gpu":
+        raise ConfigError("--save-autotuning is for a GPU", fix="leave it out")
     began = time.monotonic()
     maker = imported("jaxserve.engine.bundle_maker")  # imports jax, which reads the environment
-    if options.save_autotuning is not None and maker.platform_of(config) != "gpu":
-        raise ConfigError("--save-autotuning is for a GPU", fix="leave it out")
     made = maker.make_bundle(config, Path(options.output), target=options.target, tuning=tuning, progress=_progress)
     print(
         f"{made.directory}: {made.num_programs} programs for {made.device}, {made.num_bytes / 2**20:.1f} MiB, compiled "

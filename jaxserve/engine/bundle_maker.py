@@ -82,11 +82,6 @@ def make_bundle(
     return MadeBundle(directory, mesh.devices[0].device_kind, len(compiled), size, said)
 
 
-def platform_of(config: Config) -> str:
-    """Return the platform of this machine's devices. Raises ConfigError if there is none."""
-    return make_mesh(config.mesh.device).platform
-
-
 def _for(programs: list[Program], target: Target | None) -> list[Program]:
     return programs if target is None else [DevicelessProgram(**vars(program)) for program in programs]
 
