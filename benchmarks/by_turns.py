@@ -20,7 +20,7 @@ async def measure(port: int, model: str) -> tuple[float, float]:
     messages = [{"role": "user", "content": "Tell me a story."}]
     fields = {"model": model, "messages": messages, "temperature": 0, "stream": True, "ignore_eos": True}
     body = json.dumps({**fields, "max_tokens": TOKENS}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost:\r\nconnection: close\r\ncontent-type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began = time.perf_counter()
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

@@ -144,7 +144,7 @@ def stream_rate(port: int, streams: int, output_len: int) -> float:
 def _http_request(prompt: list[int], seed: int, output_len: int) -> bytes:
     body = {"model": "demo", "prompt": prompt, "seed": seed, "max_tokens": output_len, "stream": True}
     data = json.dumps(body | {"ignore_eos": True, "temperature": 1, "return_token_ids": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost:\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     return head % len(data) + data
 
 

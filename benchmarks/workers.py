@@ -67,7 +67,7 @@ def cpu(process: psutil.Process) -> float:
 async def read_stream(port: int, body: bytes) -> int:
     """Read one stream to its end; return its number of chunks."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost:\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     writer.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + body)
     count = 0
     while data := await reader.read(2**16):

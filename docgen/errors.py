@@ -46,6 +46,8 @@ FIXES: dict[tuple[int, str | None], str] = {
     (400, "request_aborted"): "`/abort_request` ended the request: send it again if it is still needed.",
     (400, "unsupported_parameter"): "Leave the field out: this server does not support it.",
     (401, "invalid_api_key"): "Send the server's key as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+    (403, "host_not_allowed"): "Use an address of the server; the operator lists its names in `server.allowed_hosts`.",
+    (403, "origin_not_allowed"): "Ask the operator: `server.cors_origins` lists the pages' origins.",
     (403, None): "Ask the operator: the route is disabled.",
     (404, None): "Check the id; it may have expired or been deleted.",
     (404, "model_not_found"): "Use a name of `GET /v1/models`.",

@@ -25,6 +25,7 @@ from jaxserve.config_sections.value_types import (
     DirPath,
     DirPaths,
     Float,
+    HostNames,
     Int,
     Key,
     Names,
@@ -254,6 +255,14 @@ class ServerSection(Section):
     )
     cors_origins: Origins = Field(
         (), description="Web origins that browsers may call from (CORS). Empty: no CORS headers."
+    )
+    allowed_hosts: Auto | HostNames = Field(
+        "auto",
+        union_mode="left_to_right",
+        description="Host names that requests may be for, beside IP addresses and localhost; *.example.com: all below. "
+        "Others get status 403, so that no web page can give its own name to this server (DNS rebinding). auto: any; "
+        "without an API key on a loopback address, this machine's name. *: any, and without an API key what pages of "
+        "other origins send without a preflight is taken too, which cors_origins otherwise decides.",
     )
     reasoning_field: Literal["reasoning_content", "both"] = Field(
         "reasoning_content", description="Response field for the reasoning. both: also `reasoning`, as in vLLM."

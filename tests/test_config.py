@@ -27,6 +27,7 @@ KEY = {"name": "tenant", "value": "t-12345"}
 LISTS = (
     "model.served_name",
     "model.classifier_from_token",
+    "server.allowed_hosts",
     "server.cors_origins",
     "server.keys",
     "server.weights_directories",
@@ -38,6 +39,7 @@ PLAIN_WORDS = [word for word in WORDS if word.strip() and "\n" not in word]
 HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (TEXT_KEYS, ["é" * 3, "none", "null", *PLAIN_WORDS], "a name: no such file, host or parser is an error at start"),
     (["model.chat_template"], ["a\nb"], "a template may have several lines"),
+    (["server.allowed_hosts"], [word for word in PLAIN_WORDS if word != "-inf"], "a name that nobody asks for"),
     (SWITCHES, [True, 0, "0", "true"], "0 and true are how YAML and environments write a switch"),
     (["model.quantization"], ["none"], "the word for weights that are not quantised"),
     (["mesh.cluster"], ["none"], "the default"),

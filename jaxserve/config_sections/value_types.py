@@ -20,6 +20,7 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 _SIZE = re.compile(r"(\d{1,16}(?:\.\d{1,9})?) ?(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
 _NO_KEYS = ("none", "null")
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+_HOST_NAME = re.compile(r"\*|(?:\*\.)?[a-z0-9][\w-]*(?:\.[a-z0-9][\w-]*)*", re.ASCII | re.IGNORECASE)
 
 
 class Section(BaseModel):
@@ -88,6 +89,12 @@ def _origin(value: str) -> str:
     return value
 
 
+def _host_name(value: str) -> str:
+    if not _HOST_NAME.fullmatch(value):
+        raise ValueError("should be * or the name of a host such as llm.example.com or *.example.com, without a port")
+    return value.lower()
+
+
 def _url(value: str) -> str:
     try:
         parts = urlsplit(_text(value))
@@ -151,6 +158,9 @@ Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_list, json_schema_in
 Words = Annotated[tuple[Text, ...], BeforeValidator(_words, json_schema_input_type=_Texts)]
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_one_or_list, json_schema_input_type=_Texts)
+]
+HostNames = Annotated[
+    tuple[Annotated[str, AfterValidator(_host_name)], ...], BeforeValidator(_one_or_list, json_schema_input_type=_Texts)
 ]
 DirPath = Annotated[Path, BeforeValidator(_path)]
 FilePath = Annotated[Path, BeforeValidator(_path)]

@@ -189,9 +189,7 @@ def test_all_bodies_together_have_a_bound() -> None:
         state = server.app.state.server
         limits = BodyLimits(max_bytes=MIB, max_sum=MIB, context=512)
         server.call(lambda: state.__dict__.__setitem__("_body_limits", limits))
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        )
+        head = b"POST /v1/completions HTTP/1.1\r\nhost:\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         body = json.dumps({"model": "demo", "prompt": "hi", "user": "x" * (MIB - 200)}).encode()
         slow.sendall(head % len(body) + body[:-9])
         small = {"model": "demo", "prompt": "hi", "user": "x" * 1000}

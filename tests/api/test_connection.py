@@ -17,7 +17,7 @@ from .conftest import LiveServer, reply_with
 
 TEXT = {"model": "demo", "prompt": "Hi"}
 CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost:\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 
 
@@ -41,7 +41,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 def request_of(body: dict[str, Any], **headers: str) -> bytes:
     data = json.dumps(body).encode()
-    lines = {"host": "x", "content-type": "application/json", "content-length": str(len(data))} | headers
+    lines = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))} | headers
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data
 
@@ -51,7 +51,7 @@ def error_of(answer: bytes) -> tuple[int, Any]:
     return int(head.split()[1]), json.loads(body)["error"]
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"])
 def test_headers_that_do_not_come(strict: LiveServer, sent: bytes) -> None:
     started = time.monotonic()
     with connect(strict) as connection:
@@ -71,7 +71,7 @@ def test_headers_that_trickle(strict: LiveServer) -> None:
 
 def test_the_second_request_of_a_connection_has_the_same_limit(strict: LiveServer) -> None:
     with connect(strict) as connection:
-        connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        connection.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b"200" in connection.recv(4096)
         time.sleep(0.6)  # idle between two requests is not slow
         connection.sendall(b"GET /live HTT")
@@ -85,7 +85,7 @@ def test_a_body_that_does_not_come(tmp_path: Any, path: str, chunked: bool) -> N
     with LiveServer(config, store=tmp_path) as server, connect(server) as connection:
         kind = "multipart/form-data; boundary=x" if path == "/v1/files" else "application/json"
         size = "transfer-encoding: chunked" if chunked else "content-length: 100"
-        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\n{size}\r\n\r\n".encode())
+        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: {kind}\r\n{size}\r\n\r\n".encode())
         connection.sendall(b"5\r\n" * chunked + b"--x\r\n")
         status, _ = error_of(read_all(connection))
         assert status == (404 if path == "/nowhere" else 408)
@@ -126,7 +126,7 @@ def test_a_chunked_body_with_trailers(server: LiveServer) -> None:
 
 def test_a_url_over_the_limit(server: LiveServer) -> None:
     with connect(server) as connection:
-        connection.sendall(b"GET /" + b"a" * 65_600 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        connection.sendall(b"GET /" + b"a" * 65_600 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert error_of(read_all(connection))[0] == 431
 
 
@@ -215,12 +215,12 @@ def test_an_upgrade_is_ignored_and_the_body_is_read(server: LiveServer, headers:
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 def test_a_body_behind_an_upgrade_is_no_request(server: LiveServer, pieces: int, framing: str) -> None:
-    inner = b"GET /live HTTP/1.1\r\nHost: x\r\nX-Request-Id: smuggled\r\n\r\n"
+    inner = b"GET /live HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: smuggled\r\n\r\n"
     if framing == "length":
         how, body = f"content-length: {len(inner)}", inner
     else:
         how, body = "transfer-encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(inner), inner)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\n{how}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost:\r\nconnection: upgrade\r\nupgrade: x\r\n{how}\r\n\r\n".encode()
     with connect(server) as connection:
         if pieces == 1:
             connection.sendall(head + body)
@@ -228,7 +228,7 @@ def test_a_body_behind_an_upgrade_is_no_request(server: LiveServer, pieces: int,
             connection.sendall(head)
             time.sleep(0.05)
             connection.sendall(body)
-        connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        connection.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         answers = read_all(connection)
     assert answers.count(b"HTTP/1.1") == 2 and answers.startswith(b"HTTP/1.1 400") and b"smuggled" not in answers
 

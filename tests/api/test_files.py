@@ -174,14 +174,14 @@ def test_sizes(live: LiveServer, api: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_upload_that_announces_too_much_is_refused_at_once(live: LiveServer, api: Any) -> None:
     with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2]))) as connection:
-        connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
         connection.settimeout(LAST_RESORT)
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_a_client_that_goes_away_leaves_nothing(live: LiveServer, api: Any) -> None:
     head = (
-        b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n"
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n"
         b"Content-Type: multipart/form-data; boundary=XX\r\n\r\n"
         b'--XX\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
     )

@@ -33,7 +33,7 @@ import json, selectors, socket, sys
 port, streams, tokens = map(int, sys.argv[1:])
 body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True,
                    "ignore_eos": True, "max_tokens": tokens}).encode()
-head = b"POST /v1/chat/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-type: application/json\\r\\n"
+head = b"POST /v1/chat/completions HTTP/1.1\\r\\nhost: localhost\\r\\ncontent-type: application/json\\r\\n"
 selector, left = selectors.DefaultSelector(), streams
 for _ in range(streams):
     s = socket.create_connection(("127.0.0.1", port))

@@ -58,7 +58,7 @@ def unread(server: LiveServer, path: str) -> socket.socket:
     connection.settimeout(LAST_RESORT)
     connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
     data = json.dumps(ROUTES[path]).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost:\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 

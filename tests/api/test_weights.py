@@ -266,7 +266,7 @@ def test_a_body_that_is_too_large_is_refused(server: LiveServer, monkeypatch: py
 def test_a_client_that_leaves_in_the_middle_of_its_body(server: LiveServer) -> None:
     server.link.calls.clear()
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-        head = "POST /update_weights_from_tensor HTTP/1.1\r\nhost: x\r\nauthorization: Bearer root\r\n"
+        head = "POST /update_weights_from_tensor HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer root\r\n"
         connection.sendall(f"{head}content-length: 100000\r\n\r\n".encode() + b"x" * 5000)
         server.wait(lambda: len(uploads()) == 1, "the upload has begun")
     server.wait(lambda: not uploads(), "what had come is removed")

@@ -257,6 +257,7 @@ def test_the_schema_takes_what_a_file_may_have() -> None:
     for section, key in (
         ("ModelSection", "served_name"),
         ("ModelSection", "classifier_from_token"),
+        ("ServerSection", "allowed_hosts"),
         ("ServerSection", "cors_origins"),
         ("ServerSection", "weights_directories"),
     ):

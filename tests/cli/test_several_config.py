@@ -21,6 +21,7 @@ def test_a_model_has_the_common_sections_and_its_own(tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text("scheduler: {max_num_seqs: 4}\nmodel: {served_name: [second]}\n")
     server = {"host": "0.0.0.0", "port": 9, "api_key": "k", "cors_origins": ["*"], "request_timeout": 5}
+    server["allowed_hosts"] = ["llm.lan"]
     config = several(
         {"name": "org/a"},
         {"name": "b", "config": str(file)},
@@ -35,6 +36,7 @@ def test_a_model_has_the_common_sections_and_its_own(tmp_path: Path) -> None:
     assert first.config.store.path == tmp_path / "org%2Fa" and not first.config.models.served
     own = first.config.server
     assert (own.port, own.host, own.cors_origins, own.request_timeout) == (8000, "127.0.0.1", (), 5)
+    assert own.allowed_hosts == ("*",), "the front has checked the name that the request is for"
     assert reveal(own.api_key) == "k" and len(reveal(own.admin_api_key)) >= 32
 
 

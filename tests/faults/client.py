@@ -49,7 +49,7 @@ class _Exchange(asyncio.Protocol):
 async def post(port: int, path: str, body: dict[str, Any] | bytes) -> Answer:
     """One request on a connection of its own. Raises OSError where it is cut before there is a head."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
     started = time.monotonic()
     transport, exchange = await asyncio.get_running_loop().create_connection(

@@ -44,7 +44,7 @@ async def leave_somewhere(port: int, rng: random.Random) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     path, body = draw_request(rng)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost:\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     sent = head.encode() + data
     writer.write(sent if rng.random() < 0.9 else sent[: rng.randrange(len(sent))])
     try:

@@ -394,6 +394,6 @@ def test_a_client_that_leaves_a_response_ends_it_in_the_engine(server: RunningSe
 def test_an_upload_that_is_refused_is_answered_before_its_end(server: RunningServer) -> None:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\ncontent-length: 1000000\r\n\r\n"
+        head = "POST /v1/files HTTP/1.1\r\nhost:\r\nauthorization: Bearer wrong\r\ncontent-length: 1000000\r\n\r\n"
         connection.sendall(head.encode() + b"x" * 1000)
         assert connection.recv(4096).startswith(b"HTTP/1.1 401")

@@ -28,7 +28,7 @@ SHORT: Mapping[str, str] = {
     "--process-id": "mesh.host_rank",
     "--coordinator-address": "mesh.leader_address",
 }
-_SEVERAL = ("model.served_name", "server.cors_origins")
+_SEVERAL = ("model.served_name", "server.allowed_hosts", "server.cors_origins")
 _SWITCH_WORDS = ("true", "false")
 _NEGATED = re.compile(r"--(no|disable)-")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from jaxserve.api.http.browser_guard import guarded
 from jaxserve.api.http.connection import limited_protocol
 from jaxserve.config import ServerSection
 
@@ -22,7 +23,7 @@ def http_config(
     unix_socket: path of a socket of this machine to serve instead of a port, without TLS
     """
     return uvicorn.Config(
-        app,
+        guarded(app, section) if unix_socket is None else app,
         uds=unix_socket,
         http=limited_protocol(section),
         lifespan="on",
