@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -215,6 +216,16 @@ def test_each_layer_group_has_its_file_and_one_without_layers_only_its_digests(t
     assert found == [{0: digest(1), 1: digest(2)}, {0: digest(3)}]
 
 
+def test_a_model_without_windows_removes_the_pages_of_one_with_them(tmp_path: Path) -> None:
+    page, empty = (jax.ShapeDtypeStruct((1, PAGE), np.uint8),), cast(Any, Transfer())
+    first = HostPools(empty, [page, page], (4, 2), PageFileConfig(tmp_path, "windows"))
+    HostPools(empty, [page, ()], (4, 0), PageFileConfig(tmp_path, "other")).close()
+    assert len(list(tmp_path.rglob("*.pages"))) == 3, "a running server keeps its files"
+    first.close()
+    HostPools(empty, [page, ()], (4, 0), PageFileConfig(tmp_path, "other")).close()
+    assert [path.name for path in tmp_path.rglob("*.pages")] == ["other-4-1000.pages"]
+
+
 def test_a_slot_that_is_stored_twice_in_a_step_has_the_last_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,13 +265,29 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(f"model-{2**44}*")), "what was made for it is removed"
 
 
+def test_a_disk_that_is_full_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match=r"cache\.disk: .*No space left"):
+        opened(tmp_path)
+    monkeypatch.undo()
+    opened(tmp_path).close()
+
+
 def test_the_fingerprint_changes_with_the_files_and_the_form(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     first = fingerprint(tmp_path, "float32", 16)
     assert first == fingerprint(tmp_path, "float32", 16) != fingerprint(tmp_path, "float32", 32)
     assert fingerprint(tmp_path / "config.json", "float32", 16) != first
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    assert fingerprint(tmp_path, "float32", 16) != first
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    os.utime(weights, (0, 0))
+    with_weights = fingerprint(tmp_path, "float32", 16)
+    weights.write_bytes(b"Weights")
+    os.utime(weights, (0, 0))  # as images of containers are made
+    assert len({fingerprint(tmp_path, "float32", 16), with_weights, first}) == 3
 
 
 def test_a_group_without_a_file_gives_the_others_back(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig
+from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig, remove_files
 from jaxserve.runtime.pages.page_transfer import Caches, PageTransfer
 from jaxserve.types.step import PageMove
 
@@ -82,6 +82,8 @@ class HostPool:
             self.file = None if file is None else PageFile(file, num_slots, num_bytes)
             rows = np.empty((num_slots, num_bytes), np.uint8) if self.file is None else self.file.rows
             self._arrays = page_views(rows, page)
+        elif file is not None:
+            remove_files(file.directory)  # of a model that has such layers
         self._pending: deque[tuple[list[PageMove], Any]] = deque()
 
     def move(self, caches: Caches, moves: Sequence[PageMove]) -> Caches:

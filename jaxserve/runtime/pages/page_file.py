@@ -31,7 +31,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from jaxserve.cache_directory import CacheDirectoryError, opened
+from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened
 from jaxserve.errors import ConfigError
 
 _RECORD = np.dtype([("digest", np.uint8, 32), ("checksum", np.uint32), ("used", np.uint32)])
@@ -132,17 +132,20 @@ def fingerprint(model: Path, *form: object) -> str:
     model: directory or file of the checkpoint. form: what else decides the content of a page.
     """
     files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else [model]
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = [(path.name, *_state(path.stat())) for path in files]
     return hashlib.sha256(repr((str(model.resolve()), stats, form)).encode()).hexdigest()[:32]
+
+
+def _state(info: os.stat_result) -> tuple[int, ...]:
+    """Return what another content changes: files of container images and of archives may all have one `mtime`."""
+    return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
 def _open(config: PageFileConfig, name: str, size: int) -> int:
     """Open and lock the file, with room for `size` bytes. Removes files of other models."""
     try:
         with opened(config.directory) as directory:
-            for other in os.listdir(directory.file(".")):
-                if other.endswith(_SUFFIX) and other != name:
-                    _remove(other, directory.descriptor)
+            _remove_all(directory, but=name)
             file = _claimed(name, directory.descriptor)
             try:
                 os.posix_fallocate(file, 0, size)  # a write to a page without room would end the process
@@ -161,16 +164,37 @@ def _claimed(name: str, directory: int) -> int:
     """Open and lock a page file; make it if needed. Raises ConfigError if it is in use, or another kind of file."""
     for _ in range(_CLAIM_TRIES):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
-        if not _locks(file, name, directory):
+        try:
+            if _locks(file, name, directory):
+                _begin(file, name)
+                return file
+        except BaseException:
             os.close(file)
-            time.sleep(0.01)
-        elif os.fstat(file).st_size and not _is_ours(file):
-            os.close(file)
-            raise ConfigError(f"cache.disk: {name} is there and no file of KV pages", fix=_FIX)
-        else:
-            os.pwrite(file, _HEAD, 0)
-            return file
+            raise
+        os.close(file)
+        time.sleep(0.01)
     raise ConfigError("cache.disk: another server uses this directory for the same model", fix=_FIX)
+
+
+def _begin(file: int, name: str) -> None:
+    """Write the first bytes of a locked file. Raises ConfigError for one that was not made here."""
+    if os.fstat(file).st_size and not _is_ours(file):
+        raise ConfigError(f"cache.disk: {name} is there and no file of KV pages", fix=_FIX)
+    os.pwrite(file, _HEAD, 0)
+
+
+def remove_files(directory: Path) -> None:
+    """Remove the page files of a directory, if there is one that can be used, but not those of running servers."""
+    with contextlib.suppress(CacheDirectoryError, OSError):
+        if directory.is_dir():
+            with opened(directory) as found:
+                _remove_all(found)
+
+
+def _remove_all(directory: OpenDirectory, but: str = "") -> None:
+    for name in os.listdir(directory.file(".")):
+        if name.endswith(_SUFFIX) and name != but:
+            _remove(name, directory.descriptor)
 
 
 def _remove(name: str, directory: int) -> None:
