@@ -116,6 +116,16 @@ def test_key_differs_with_everything_that_a_program_depends_on(mesh: DeviceMesh)
     assert program_key(program(mesh), fingerprint(mesh)) == keys[0]
 
 
+def test_key_of_a_program_without_arguments_differs_with_the_shapes_of_its_results(mesh: DeviceMesh) -> None:
+    """The program that makes the KV cache of another number of pages."""
+    allocate = [
+        Program("allocate", lambda pages=pages: jnp.zeros((pages, 8)), (), (), mesh.replicated, identity="a model")
+        for pages in (30, 40, 40)
+    ]
+    first, second, third = (program_key(each, fingerprint(mesh)) for each in allocate)
+    assert first != second == third
+
+
 @pytest.mark.parametrize("name", ["jax", "device", "processor", "sources", "options"])
 def test_mismatch_is_refused_by_name(name: str, mesh: DeviceMesh) -> None:
     here = fingerprint(mesh)

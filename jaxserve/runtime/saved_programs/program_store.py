@@ -83,8 +83,10 @@ def program_key(program: Program, made_for: Mapping[str, str]) -> str:
     """Return the name of a program among all programs of all models and machines: 40 hexadecimal digits."""
     arguments, tree = jax.tree.flatten(program.args)
     out = [describe(leaf) for leaf in jax.tree.leaves(program.out_shardings)]
+    # without arguments only its results say its shapes: the number of pages, for the program that makes the cache
+    results = [] if arguments else [describe(leaf) for leaf in jax.tree.leaves(jax.eval_shape(program.function))]
     parts: list[Any] = [program.name, program.identity, sorted(made_for.items()), list(map(describe, arguments))]
-    parts += [str(tree), program.donate, out, sorted(program.options.items())]
+    parts += [str(tree), program.donate, out, results, sorted(program.options.items())]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
 
 
