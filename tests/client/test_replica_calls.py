@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.replicas.control_record import ControlRecord
 from jaxserve.errors import ServerError
 from jaxserve.types.messages import Call
 from tests.client.test_async_engine import until
@@ -81,3 +82,46 @@ def test_an_engine_whose_update_failed_ends_what_it_computes() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     run(test)
+
+
+@pytest.mark.parametrize("method", ["sleep", "wake"])
+def test_an_engine_that_sleeps_alone_gives_its_requests_to_the_others_and_gets_none(method: str) -> None:
+    """A sleep or a wake that one engine could not carry out. What waits in a sleeping engine has no end."""
+    tags = ["kv_cache", "weights"]
+
+    async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
+        async def call(name: str, error: str | None = None) -> None:
+            task = asyncio.create_task(engine.call(name, **({"mode": "retract"} if name == "sleep" else {})))
+            await until(lambda: first.calls and second.calls)
+            first.answer([] if name == "wake" and error is None else tags, error if name == "wake" else None)
+            second.answer(tags if name == "sleep" and error is None else [], error if name == "sleep" else None)
+            await task
+
+        if method == "wake":
+            await call("sleep")
+        tasks = [generate(engine, name) for name in "ab"]
+        await until(lambda: first.requests and second.requests)
+        with pytest.raises(ServerError, match="no memory"):
+            await call(method, error="no memory")
+        tasks += [generate(engine, name) for name in "cd"]
+        await until(lambda: len(second.requests) == 4)
+        assert [each.client_id for each in second.requests] == ["b", "a", "c", "d"]
+        assert first.aborted == first.ids and not second.aborted
+        await call("wake")
+        tasks.append(generate(engine, "e"))
+        await until(lambda: len(first.requests) == 2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test)
+
+
+def test_a_new_engine_keeps_the_weights_of_an_update_that_ended_a_sleep() -> None:
+    record = ControlRecord()
+    record.note("sleep", {"level": 2}, ["kv_cache", "weights"])
+    record.note("update_from_directory", {"path": "x"}, "1")
+    update = ("update_from_directory", {"path": "x", "version": "1"})
+    assert record.calls() == [update, ("sleep", {"level": 2, "tags": ["kv_cache"], "mode": "retract"})]
+    record.note("wake", {}, [])
+    assert record.calls() == [update]

@@ -299,6 +299,7 @@ def test_calls_go_to_all_engines_and_their_answers_are_one() -> None:
 
         assert await call("flush_cache", (True, False)) is False
         assert await call("sleep", (["weights"], ["kv_cache", "weights"])) == ["kv_cache", "weights"]
+        assert await call("wake", ([], [])) == []
         state = {"paused": True, "finishing": False, "asleep": [], "version": "1"}
         assert (await call("state", (state, state | {"paused": False, "finishing": True})))["paused"] is False
         assert await call("update_from_directory", ("1", "1"), path="x") == "1"

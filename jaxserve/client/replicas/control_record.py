@@ -7,7 +7,10 @@ gone with the process: the new one has those of its start, and says so in its we
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
+
+from jaxserve.client.replicas.engine_calls import changes_weights
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +33,18 @@ class ControlRecord:
         """Whether the weights cannot be loaded again."""
         return self._lost is not None
 
+    @property
+    def asleep(self) -> frozenset[str]:
+        """What is not on the devices of a new engine after `calls`."""
+        return frozenset() if self._sleep is None else frozenset(self._sleep["tags"])
+
     def next_label(self) -> str:
         """Return the label that an engine gives to the next weights if the call has none."""
         return str(self._num_updates + 1)
 
     def note(self, method: str, args: dict[str, Any], result: Any) -> None:
         """Take in a call that has succeeded."""
-        self._num_updates += method.startswith("update_from_")
+        self._num_updates += changes_weights(method)
         match method:
             case "update_from_directory":
                 self._weights = method, {"path": args["path"], "version": result}
@@ -52,8 +60,14 @@ class ControlRecord:
                 self._mode = None
             case "sleep":
                 self._sleep = {"level": args.get("level", 1), "tags": result}
-            case "wake" if self._sleep is not None:
-                self._sleep = self._sleep | {"tags": result} if result else None
+            case "wake":
+                self._still_sleeps(result)
+        if changes_weights(method):  # which puts them on the devices
+            self._still_sleeps(self.asleep - {"weights"})
+
+    def _still_sleeps(self, tags: Collection[str]) -> None:
+        if self._sleep is not None:
+            self._sleep = self._sleep | {"tags": sorted(tags)} if tags else None
 
     def calls(self) -> list[Call]:
         """Return the calls for a new engine, in order."""

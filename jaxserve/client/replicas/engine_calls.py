@@ -17,6 +17,10 @@ _ERRORS: dict[int, type[HTTPError]] = {400: InvalidValueError, 409: ConflictErro
 logger = logging.getLogger(__name__)
 
 
+def changes_weights(method: str) -> bool:
+    return method.startswith("update_from_")
+
+
 class EngineCalls:
     """The calls of one engine. send: sends a message to it"""
 

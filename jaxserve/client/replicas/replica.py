@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.client.processes.link import EngineLink
 from jaxserve.client.processes.roles import Role
 from jaxserve.client.processes.supervisor import Death, EngineStatus, Supervisor
-from jaxserve.client.replicas.engine_calls import EngineCalls
+from jaxserve.client.replicas.engine_calls import EngineCalls, changes_weights
 from jaxserve.client.sequences.sequence_sender import SequenceSender
 from jaxserve.client.sequences.sequence_table import LiveSequence, ReplicaShare, SequenceTable
 from jaxserve.errors import EngineDeadError, HTTPError
@@ -44,7 +44,8 @@ class Replica:
     """The engine with this index.
 
     role: whether it computes prompts, produces tokens, or both. is_stale: it lacks the weights of the others, so it
-    gets no requests. num_coming: sequences whose pages it reads, and which it will get
+    gets no requests. asleep: what is not on its devices, so it gets none while another one is awake
+    num_coming: sequences whose pages it reads, and which it will get
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Replica:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.is_stale = False
+        self.asleep: frozenset[str] = frozenset()
         self.num_coming = 0
 
     @property
@@ -84,6 +86,13 @@ class Replica:
     def is_usable(self) -> bool:
         """Whether it computes a new request at once: it is ready, has the weights, and is not isolating a request."""
         return self.sender.is_up and not (self.is_stale or self.sender.is_isolating or self.is_dead)
+
+    def note_call(self, method: str, result: Any) -> None:
+        """Note what is on its devices after a call that it has carried out."""
+        if method in ("sleep", "wake"):
+            self.asleep = frozenset(result)
+        elif changes_weights(method):
+            self.asleep -= {"weights"}
 
     @property
     def load(self) -> ReplicaLoad:

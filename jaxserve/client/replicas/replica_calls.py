@@ -14,10 +14,6 @@ from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, ServerErr
 READS = ("state", "waiting", "read_weights")  # they change nothing, so engines that are down are left out
 
 
-def changes_weights(method: str) -> bool:
-    return method.startswith("update_from_")
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What came of a call to several engines.

@@ -59,7 +59,7 @@ class ReplicaChoice:
         return bool(self._usable("decode"))
 
     def _usable(self, role: Role) -> list[Replica]:
-        return [each for each in self._replicas if each.role == role and each.is_usable]
+        return [each for each in usable(self._replicas) if each.role == role]
 
     def _num_missing(self, replica: Replica, request: EngineRequest, prompt: bytes) -> int:
         """Return how many tokens of a prompt a replica would have to compute."""
@@ -80,13 +80,19 @@ def prompt_bytes(request: EngineRequest) -> bytes:
     return array("i", request.prompt_token_ids).tobytes()
 
 
+def usable(replicas: Sequence[Replica]) -> list[Replica]:
+    """Return those of the replicas that are usable: those that are awake, and if all sleep, all of them."""
+    found = [replica for replica in replicas if replica.is_usable]
+    return [replica for replica in found if not replica.asleep] or found
+
+
 def _candidates(replicas: Sequence[Replica]) -> Sequence[Replica]:
     """Return those of the replicas that may get a request, of the best kind that there is."""
     living = [replica for replica in replicas if not replica.is_dead]
-    usable = [replica for replica in living if replica.is_usable]
+    found = usable(living)
     kinds = (
-        [replica for replica in usable if replica.supervisor.beats],
-        usable,
+        [replica for replica in found if replica.supervisor.beats],
+        found,
         [replica for replica in living if not (replica.is_stale or replica.sender.is_isolating)],
         living,
         replicas,

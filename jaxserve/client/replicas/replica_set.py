@@ -24,10 +24,11 @@ from jaxserve.client.processes.link import EngineLink
 from jaxserve.client.processes.roles import Roles
 from jaxserve.client.processes.supervisor import Death, EngineStatus
 from jaxserve.client.replicas.control_record import ControlRecord
+from jaxserve.client.replicas.engine_calls import changes_weights
 from jaxserve.client.replicas.prompt_handover import PromptHandover
 from jaxserve.client.replicas.replica import Replica, ReplicaEvents, ReplicaState
-from jaxserve.client.replicas.replica_calls import call_all, changes_weights
-from jaxserve.client.replicas.replica_choice import ReplicaChoice, prompt_bytes
+from jaxserve.client.replicas.replica_calls import call_all
+from jaxserve.client.replicas.replica_choice import ReplicaChoice, prompt_bytes, usable
 from jaxserve.client.replicas.replica_summary import joined_info, joined_stats, joined_status
 from jaxserve.client.sequences.held_deadlines import HeldDeadlines
 from jaxserve.client.sequences.sequence_sender import SERVED
@@ -261,6 +262,7 @@ class ReplicaSet:
             self._make_stale(replica, "its weights went with the engine before it")
             return
         replica.is_stale = False
+        replica.asleep = self._record.asleep
         on_failure = functools.partial(self._restore_failed, replica) if len(self._replicas) > 1 else None
         for method, args in self._record.calls():
             replica.calls.make(method, args, on_failure if changes_weights(method) else None)
@@ -324,6 +326,18 @@ class ReplicaSet:
         if targets:
             logger.warning("%d requests go on in engines %s", len(requests), ", ".join(map(str, sorted(targets))))
 
+    def _leave_sleeping(self) -> None:
+        """Move requests from engines that sleep, if others are awake: not all have carried out a call."""
+        awake = usable(self._replicas)
+        for replica in self._replicas:
+            if awake and replica.asleep and replica not in awake:
+                leaving = [each for each in replica.sender.not_suspects() if not each.aborted]
+                self.abort(each for each in leaving if each.is_sent)
+                for sequence in leaving:
+                    sequence.is_sent = False
+                    self._live.renew_id(sequence)
+                self._move(leaving)
+
     def _ended(self, replica: Replica, error: EngineDeadError) -> None:
         """Note that a replica will not be started again. Its suspects end, and the server with the last replica."""
         replica.calls.fail(error)
@@ -354,6 +368,9 @@ class ReplicaSet:
                 replica.is_stale = replica.is_stale and bool(args.get("partial"))
             for replica in outcome.refused if outcome.done else ():
                 self._make_stale(replica, "the update of its weights failed")
+        for replica, result in outcome.done.items():
+            replica.note_call(method, result)
+        self._leave_sleeping()
         return outcome.result()
 
     def fail_calls(self, error: HTTPError) -> None:
