@@ -57,6 +57,8 @@ def test_generation_defaults() -> None:
     expected = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95)
     assert from_hf(TINY_LLAMA, given).generation == expected
     assert from_hf(TINY_LLAMA, given | {"do_sample": False}).generation == GenerationDefaults()
+    greedy = given | {"do_sample": False, "repetition_penalty": 1.1}
+    assert from_hf(TINY_LLAMA, greedy).generation == GenerationDefaults(repetition_penalty=1.1)
 
 
 def test_newer_rope_parameters_mean_the_same() -> None:

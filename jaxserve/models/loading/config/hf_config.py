@@ -188,8 +188,8 @@ def _eos_token_ids(hf: Json) -> tuple[int, ...]:
 
 
 def _generation_defaults(generation: Json) -> GenerationDefaults:
-    if generation.get("do_sample") is False:  # then the other values are not meant to be used
-        return GenerationDefaults()
+    if generation.get("do_sample") is False:  # then only what also holds without sampling is meant to be used
+        return GenerationDefaults(repetition_penalty=number(generation, "repetition_penalty", None))
     names = [each.name for each in dataclasses.fields(GenerationDefaults) if each.name != "top_k"]
     found = {name: number(generation, name, None) for name in names}
     return GenerationDefaults(**found, top_k=optional_integer(generation, "top_k", None))
