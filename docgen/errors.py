@@ -61,6 +61,7 @@ FIXES: dict[tuple[int, str | None], str] = {
     ): "Read the stream as it arrives; the operator sets `server.max_unread_bytes`.",
     (409, None): "Read the state of the object first.",
     (413, None): "Send less at once; the operator sets the limit of bytes, `server.max_body_bytes`.",
+    (415, "unsupported_content_encoding"): "Send the body without compression.",
     (429, "rate_limit_exceeded"): "Wait as long as `Retry-After` says, then send it again.",
     (500, None): "Send it again; if the error remains, ask the operator for the server's log.",
     (500, "internal_error"): "A defect of the server: ask the operator for its log.",

@@ -17,6 +17,7 @@ JaxserveError
 │   ├── SlowReaderError             408 a stream that is not read
 │   ├── ConflictError               409
 │   ├── PayloadTooLargeError        413
+│   ├── UnsupportedEncodingError    415 a compressed body
 │   └── QueueFullError              429 rate_limit_exceeded, Retry-After
 └── ServerError                 ours (5xx)
     ├── NotReadyError               503 while loading or draining, Retry-After
@@ -172,6 +173,11 @@ class ConflictError(RequestError):
 
 class PayloadTooLargeError(RequestError):
     status = 413
+
+
+class UnsupportedEncodingError(RequestError):
+    status = 415
+    code = "unsupported_content_encoding"
 
 
 class QueueFullError(RequestError):

@@ -183,7 +183,10 @@ class _Builder:
         return writer.rule(f"{writer.literal(form.open[skip:])} {first} {more} {writer.literal(form.close)}")
 
     def _any_call(self, skip: int) -> str:
-        return self.writer.rule(one_of([self._call(tool, skip) for tool in self.tools]))
+        try:
+            return self.writer.rule(one_of([self._call(tool, skip) for tool in self.tools]))
+        except InvalidSchemaError as error:  # of a part that a format of answers may have too
+            raise InvalidSchemaError(error.message, param="tools") from None
 
     def _call(self, tool: GrammarTool, skip: int) -> str:
         """Match one call, without the first `skip` characters of its text, which have been matched already."""

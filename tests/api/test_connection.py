@@ -113,6 +113,28 @@ def test_trailers_without_an_end(server: LiveServer, begin: bytes) -> None:
             time.sleep(0.005)
 
 
+@pytest.mark.parametrize("end", [b"zz\r\n", b"1\r\n{XX", b"2\r\n{}\r\n0\r\nno trailer\r\n\r\n", b"f" * 20 + b"\r\n"])
+def test_a_malformed_chunk_is_answered(server: LiveServer, end: bytes) -> None:
+    """It was a closed connection, which clients take for a server that died."""
+    for head, answers in ((CHUNKED, 1), (request_of(TEXT | {"max_tokens": 1}) + CHUNKED, 2)):
+        with connect(server) as connection:
+            connection.sendall(head)
+            time.sleep(0.2)  # the first answer is complete
+            connection.sendall(end)
+            answer = read_all(connection)
+        assert answer.count(b"HTTP/1.1") == answers and b"HTTP/1.1 400" in answer
+    server.wait(lambda: server.engine.num_live == 0, "a request was not ended")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/files", "/v1/messages", "/api/chat"])
+def test_a_compressed_body_is_refused_by_name(server: LiveServer, path: str) -> None:
+    for name in ("gzip", "BR", "identity, gzip"):
+        answer = server.http.post(path, content=b"{}", headers={"content-encoding": name})
+        assert answer.status_code == 415 and name.lower() in answer.text
+    headers = {"content-encoding": "identity"}
+    assert server.http.post("/v1/completions", json=TEXT | {"max_tokens": 1}, headers=headers).status_code == 200
+
+
 def test_a_chunked_body_with_trailers(server: LiveServer) -> None:
     """They are read and forgotten; the connection goes on."""
     data = json.dumps(TEXT).encode()

@@ -113,6 +113,23 @@ def test_what_cannot_be_enforced(server: LiveServer, keys: dict[str, Any], param
     assert response.json()["error"]["param"] == param, response.text
 
 
+def test_a_schema_is_named_by_its_own_field(server: LiveServer) -> None:
+    """A tool's was named response_format, and so was that of an answer beside tools."""
+    rounded = {"type": "object", "properties": {"a": {"const": 2**60}}}
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    good, bad = ([{"type": "function", "function": {"name": "f", "parameters": each}}] for each in (SCHEMA, rounded))
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": rounded}}
+    cases = [({"tools": bad, "tool_choice": "required"}, "tools"), ({"tools": bad, "response_format": answer}, "tools")]
+    cases += [
+        ({"tools": good, "response_format": wrong}, "response_format"),
+        ({"tools": good, "guided_json": rounded}, "guided_json"),
+    ]
+    for keys, param in cases:
+        error = server.post("/v1/chat/completions", chat | keys).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_json_schema", param)
+
+
 def test_parse_helper(server: LiveServer, client: Any) -> None:
     class Point(BaseModel):
         x: int

@@ -369,6 +369,15 @@ def test_a_hosted_tool_without_a_name_is_dropped_and_an_own_one_refused(server: 
     assert "messages.0.content.0" in error_of(server.post("/v1/messages", body | wrong))[2]
 
 
+def test_two_tools_of_one_name_are_refused(server: LiveServer) -> None:
+    """As Anthropic does. OpenAI's chat takes them."""
+    tools = [{"name": "f", "input_schema": {"type": "object"}}] * 2
+    body = {"model": "demo", "messages": USER, "tools": tools}
+    for path, limit in (("/v1/messages", {"max_tokens": 9}), ("/v1/messages/count_tokens", {})):
+        answer = server.post(path, body | limit)
+        assert answer.status_code == 400 and answer.json()["error"]["message"] == "tools: Tool names must be unique."
+
+
 def test_the_watermark_of_the_server_is_on_every_route() -> None:
     with LiveServer(Config().replace(server={"watermark_key": 12345678901})) as server:
         reply_with(server, "ok")

@@ -15,7 +15,7 @@ from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import Constraint, special_tokens
 from jaxserve.api.tasks.task import ChatPrompt
 from jaxserve.api.tasks.tools import ToolUse
-from jaxserve.errors import InvalidValueError
+from jaxserve.errors import InvalidSchemaError, InvalidValueError
 from jaxserve.grammar.tools import CallModel, no_call_grammar, tool_grammar
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import GrammarSpec
@@ -75,7 +75,10 @@ def _either(answer: Constraint, use: ToolUse, state: ServerState) -> Constraint:
     if spec.kind not in _FORMATS:
         return answer
     schema = {"type": "object"} if spec.kind == "json_object" else json.loads(spec.source)
-    either = _calls(use, state, required=False, answer=schema)
+    try:
+        either = _calls(use, state, required=False, answer=schema)
+    except InvalidSchemaError as error:
+        raise InvalidSchemaError(error.message, param="tools" if error.param == "tools" else param) from None
     assert either is not None
     return either, param
 

@@ -146,7 +146,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         if self._running is not None and not self._running.response_complete:
-            return self._cut()  # the answer to the previous request is already being sent
+            if self._running is not self.cycle or not self.cycle.more_body or self.cycle.response_started:
+                return self._cut()  # another answer is due, or being sent
+            self._tell_request()  # whose body this is
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = orjson.dumps({"error": error})
         head = (

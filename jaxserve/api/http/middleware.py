@@ -29,6 +29,7 @@ from jaxserve.errors import (
     HTTPError,
     PermissionDeniedError,
     SlowRequestError,
+    UnsupportedEncodingError,
 )
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
@@ -211,7 +212,8 @@ class ReadinessGate:
 
 
 class BodyLimit:
-    """Refuse bodies: 413 over the size limit, 408 if too slow, 429 if all bodies in memory exceed their limit.
+    """Refuse bodies: 413 over the size limit, 408 if too slow, 429 if all bodies in memory exceed their limit, 415 if
+    compressed.
 
     A body that announces its length is refused at once, any other while it arrives.
 
@@ -228,18 +230,24 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         limits = None if scope["path"].startswith(UPLOAD_PATHS) else self.limits()
-        announced = Headers(scope=scope).get("content-length", "")
-        if limits is not None and announced.isdigit() and int(announced):
-            try:
-                limits.check_size(int(announced))
-                self.sum.check(int(announced), limits.max_sum)
-            except HTTPError as error:
-                return await send_error(error, scope, receive, send)
+        try:
+            self._check_headers(Headers(scope=scope), limits)
+        except HTTPError as error:
+            return await send_error(error, scope, receive, send)
         body = _LimitedBody(receive, limits, self.sum, self.timeout)
         try:
             await self.app(scope, body, send)
         finally:
             body.forget()
+
+    def _check_headers(self, headers: Headers, limits: BodyLimits | None) -> None:
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise UnsupportedEncodingError(f"A body in the Content-Encoding {encoding} is not read: send it as it is.")
+        announced = headers.get("content-length", "")
+        if limits is not None and announced.isdigit() and int(announced):
+            limits.check_size(int(announced))
+            self.sum.check(int(announced), limits.max_sum)
 
 
 class _LimitedBody:

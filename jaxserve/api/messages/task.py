@@ -134,6 +134,8 @@ def _tool_use(body: CountTokensRequest, state: ServerState) -> ToolUse:
         if tool.name is None and tool.type in (None, "custom"):
             param = f"tools.{number}.name"
             raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+    if len({tool.name for tool in tools}) < len(tools):
+        raise InvalidValueError("tools: Tool names must be unique.", param="tools")  # Anthropic's words
     kind = choice.type if choice is not None else "auto"
     shown = tuple(shown_function(tool.name, tool.description, tool.input_schema) for tool in tools)
     if kind == "none" or (kind == "auto" and not tools):
