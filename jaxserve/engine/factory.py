@@ -40,6 +40,7 @@ from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import CompileCounter, ProgramStorage
 from jaxserve.runtime.encoder_runner import EncoderRunner
+from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
@@ -273,7 +274,7 @@ def _warm_up(runner: ModelRunner | EncoderRunner, calls: ModelRunner | LeaderRun
 
 def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, directory: Path) -> str:
     """Return a name for the pages of the model; another one if anything changes that changes their content."""
-    weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, repr(loaded.config)
+    weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, describe(loaded.config)
     numbers = resolved.cache_dtype.name, resolved.page_size
     kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.products
     devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor

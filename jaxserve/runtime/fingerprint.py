@@ -105,14 +105,14 @@ def _short(text: str, length: int = 120) -> str:
 def describe(value: Any) -> str:
     """Return a text that is equal for equal shapes, shardings and plain data, in every process.
 
-    Raises TypeError for an object whose text would hold its address.
+    Raises TypeError for an object whose text would hold its address, and for a frozenset, whose order differs.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"{value.dtype.name}{list(value.shape)}{_sharding(value.sharding)}"
     if isinstance(value, jax.sharding.Sharding):
         return _sharding(value)
     text = repr(value)
-    if " at 0x" in text:
+    if " at 0x" in text or "frozenset({" in text:
         raise TypeError(f"{type(value).__name__} has no text that is the same in every process")
     return text
 

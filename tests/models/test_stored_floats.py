@@ -19,6 +19,7 @@ from jaxserve.models.loading import orbax
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, build, inspect, random_model
 from jaxserve.models.loading.weight_sources import directory_source, source_of
+from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
@@ -116,6 +117,16 @@ def test_fp8(name: str, kind: str, tmp_path: Path) -> None:
     planned = build(read_config(directory).replace(quantization="stored"), FLOAT32).num_bytes
     checked = inspect(directory, dtype=FLOAT32, config=read_config(directory).replace(quantization="stored")).num_bytes
     assert planned == checked == sum(leaf.nbytes for leaf in kept.leaves) < 0.6 * decoded.structure.num_bytes
+
+
+def test_programs_and_pages_of_an_fp8_model_have_the_same_names_in_every_process(tmp_path: Path) -> None:
+    """The order of a frozenset is another one in each process."""
+    published = write_checkpoint(tmp_path / "published", *fp8("llama", "channel"))
+    orbax.convert(load(published, "stored"), tmp_path / "converted")
+    for directory in (published, tmp_path / "converted"):
+        config = inspect(directory, dtype=FLOAT32, config=read_config(directory).replace(quantization="stored")).config
+        assert config.stored_form is not None and len(config.stored_form.found or ()) > LAYERS["llama"]
+        assert repr(sorted(config.stored_form.found or ())) in describe(config)
 
 
 def test_mxfp4(tmp_path: Path) -> None:

@@ -154,6 +154,8 @@ def test_sources_are_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest
 def test_text_with_an_address_is_no_identity() -> None:
     with pytest.raises(TypeError, match="same in every process"):
         describe(object())
+    with pytest.raises(TypeError, match="same in every process"):
+        describe({"names": frozenset({"a", "b"})})
 
 
 def test_result_of_an_unknown_class_is_refused(mesh: DeviceMesh) -> None:

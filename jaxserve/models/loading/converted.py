@@ -10,6 +10,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.file_formats.zarr_array import FIX
+from jaxserve.models.loading.quantization import ModuleNames
 from jaxserve.models.loading.structure import ModelStructure
 
 MANIFEST_NAME = "jaxserve.json"
@@ -50,7 +51,7 @@ def as_converted(config: ModelConfig, directory: Path) -> ModelConfig:
     if held == "stored" and form is None:
         raise ModelLoadError(f"{directory}: config.json does not describe the quantised weights", fix=FIX)
     if form is not None and modules is not None:
-        form = dataclasses.replace(form, found=frozenset(modules))
+        form = dataclasses.replace(form, found=ModuleNames(modules))
     tied = config.tie_word_embeddings
     if not (config.bidirectional or config.labels):
         tied = not any(name.startswith("lm_head.") for name in manifest["shapes"])

@@ -44,10 +44,16 @@ def stored_tensors(
     return found
 
 
-def fp8_modules(tensors: Mapping[str, Tensor]) -> frozenset[str]:
+class ModuleNames(frozenset[str]):
+    """Names of modules. Programs and pages are named by texts of a config, so this one is the same in every process."""
+
+    def __repr__(self) -> str:
+        return repr(sorted(self))
+
+
+def fp8_modules(tensors: Mapping[str, Tensor]) -> ModuleNames:
     """Return the names of the modules whose weights are E4M3."""
-    found = (name.removesuffix(".weight") for name, info in tensors.items() if info.dtype == E4M3)
-    return frozenset(found)
+    return ModuleNames(name.removesuffix(".weight") for name, info in tensors.items() if info.dtype == E4M3)
 
 
 def _scale_tensor(
