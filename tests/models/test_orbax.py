@@ -55,6 +55,34 @@ def test_a_directory_in_use_is_not_written_to(source: LoadedModel) -> None:
         orbax.convert(source, source.directory)
 
 
+def test_an_interrupted_conversion_is_replaced(
+    source: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left a directory that the next call refused, half of a checkpoint in it."""
+
+    def interrupted(*_: object) -> None:
+        with pytest.raises(ModelLoadError, match="another process converts"):
+            orbax.convert(source, target)
+        raise KeyboardInterrupt
+
+    target = tmp_path / "out"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(orbax, "_checksums", interrupted)
+        orbax.convert(source, target)
+    assert [path.name for path in target.iterdir()] == [orbax.INCOMPLETE]
+    (target / "arrays.orbax-checkpoint-tmp").mkdir()  # by a thread that went on, as after a kill
+    (target / "old.json").write_text("{}")
+    orbax.convert(source, target)
+    assert sorted(path.name for path in target.iterdir()) == [
+        "arrays",
+        "config.json",
+        "jaxserve.json",
+        "tokenizer.json",
+    ]
+    with pytest.raises(ModelLoadError, match="is not empty"):
+        orbax.convert(source, target)
+
+
 def test_another_config_is_refused(source: LoadedModel, tmp_path: Path) -> None:
     orbax.convert(source, tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text(json.dumps(TINY_LLAMA | {"vocab_size": 40}))

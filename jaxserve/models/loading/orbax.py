@@ -2,41 +2,80 @@
 
 `convert` writes them, with a manifest jaxserve.json by which `load_model` recognizes them. They load on any mesh, each
 device reading its own part: kv heads that were copied for one mesh are merged or copied again for another.
+
+A conversion that was interrupted leaves the file jaxserve.incomplete, and the next one replaces what is there. Its
+threads may write until the process ends, so that it cannot remove all itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import shutil
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orbax.checkpoint as ocp
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.converted import MANIFEST_NAME, manifest_of
+from jaxserve.models.loading.converted import MANIFEST_NAME, is_converted, manifest_of
 from jaxserve.models.loading.file_formats.zarr_array import BUFFER
 from jaxserve.models.loading.hub import DATA_FILES
 from jaxserve.models.loading.orbax_reader import ARRAYS, READERS
 from jaxserve.models.loading.structure import LoadedModel
 
+INCOMPLETE = "jaxserve.incomplete"
+
 
 def convert(model: LoadedModel, target: Path) -> None:
     """Write a loaded model, and the small files of its directory, to `target`.
 
-    Raises ModelLoadError unless `target` is missing or empty, or if it cannot be written.
+    Raises ModelLoadError unless `target` is missing, empty or incomplete, or if it cannot be written.
     """
     check_target(target)
     try:
-        _write(model, target)
+        with _marked(target):
+            _write(model, target)
     except (OSError, ValueError) as error:  # ValueError: of tensorstore, for a full disk
-        fix = "make room on the disk, remove the directory and call again"
+        fix = "make room on the disk and call again"
         raise ModelLoadError(f"{target} cannot be written: {error}", fix=fix) from None
 
 
-def _write(model: LoadedModel, target: Path) -> None:
+@contextlib.contextmanager
+def _marked(target: Path) -> Iterator[None]:
+    """Keep `target` marked as incomplete, and locked, until all is written. Removes what an earlier conversion left.
+
+    Raises ModelLoadError if another process writes to it.
+    """
     target.mkdir(parents=True, exist_ok=True)
+    mark = target / INCOMPLETE
+    with mark.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelLoadError(f"another process converts to {target}", fix="name a new directory") from None
+        try:
+            _clear(target)
+            yield
+        except BaseException:
+            _clear(target)
+            raise
+        mark.unlink()
+
+
+def _clear(target: Path) -> None:
+    """Remove all but the mark, as far as possible."""
+    for path in target.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != INCOMPLETE:
+            path.unlink(missing_ok=True)
+
+
+def _write(model: LoadedModel, target: Path) -> None:
     for pattern in (*DATA_FILES, "*_Pooling/config.json"):
         for path in model.directory.glob(pattern):
             if path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
@@ -53,8 +92,9 @@ def _write(model: LoadedModel, target: Path) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Raise ModelLoadError unless `target` is missing or an empty directory."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    """Raise ModelLoadError unless `target` is missing, an empty directory, or what an interrupted conversion left."""
+    left = (target / INCOMPLETE).is_file() and not is_converted(target)
+    if not left and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelLoadError(f"{target} is not empty", fix="name a new directory")
 
 
