@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxserve.config import Config
-from jaxserve.engine.reranking import has_raw_scores, label_token_ids
+from jaxserve.engine.reranking import has_raw_scores, is_regression, label_token_ids
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.models.pooling import PoolingConfig, is_embedder
@@ -98,6 +98,7 @@ def engine_info(
         embedding_normalized=found.pooling.normalize,
         labels=list(model.labels),
         multi_label=model.multi_label,
+        regression=is_regression(found.directory),
         raw_scores=has_raw_scores(found.directory),
         label_token_ids=label_token_ids(config.model, found.directory, found.tokenizer) if found.generates else (),
         routed=_routed(model),

@@ -1,4 +1,7 @@
-"""Recognizes rerankers: models whose files, template or configuration say how they tell a document's relevance."""
+"""Recognizes rerankers: models whose files, template or configuration say how they tell a document's relevance.
+
+Owns what these files say about the use of a head's numbers.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,12 @@ def has_raw_scores(directory: Path) -> bool:
         inner = found.get("sentence_transformers")
         names += [each.get(key) for each in (found, inner if isinstance(inner, dict) else {}) for key in _ACTIVATIONS]
     return any(isinstance(name, str) and name.endswith("Identity") for name in names)
+
+
+def is_regression(directory: Path) -> bool:
+    """Return whether the numbers of a classification head are values, which transformers gives without a softmax."""
+    file = directory / "config.json"
+    return file.is_file() and read_object(file).get("problem_type") == "regression"
 
 
 def _tokens(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, ...]:

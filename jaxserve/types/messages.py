@@ -67,6 +67,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     embedding_normalized: bool = True  # embeddings have L2 norm 1
     labels: list[str] = []  # of a classification head; a model with one generates no text
     multi_label: bool = False  # each label has a probability of its own: sigmoid, not softmax
+    regression: bool = False  # of the head: its numbers are values, not logits of labels
     raw_scores: bool = False  # its files say that relevance is the head's number itself, without a sigmoid
     label_token_ids: tuple[int, ...] = ()  # of a reranker that answers with a word: not relevant, relevant
     routed: tuple[int, int] = (0, 0)  # number of MoE layers, and routed experts per token in each

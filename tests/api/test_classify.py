@@ -42,6 +42,7 @@ def test_labels_of_texts(path: str, server: LiveServer) -> None:
         ({"labels": LABELS}, {"use_activation": True}, softmax),
         ({"labels": LABELS}, {"use_activation": False}, lambda x: x),
         ({"labels": LABELS, "multi_label": True}, {}, sigmoid),
+        ({"labels": LABELS, "regression": True}, {}, lambda x: x),
     ],
 )
 def test_activations(facts: dict[str, Any], body: dict[str, Any], expected: Any, server: LiveServer) -> None:

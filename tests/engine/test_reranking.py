@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from jaxserve.config import Config
-from jaxserve.engine.reranking import has_raw_scores, label_token_ids
+from jaxserve.engine.reranking import has_raw_scores, is_regression, label_token_ids
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.pooling import is_embedder, read_pooling
@@ -94,3 +94,10 @@ def test_a_template_with_the_roles(tmp_path: Path, tokenizer: Tokenizer) -> None
 def test_scores_without_a_sigmoid(file: str, content: Any, raw: bool, tmp_path: Path) -> None:
     (tmp_path / file).write_text(json.dumps(content))
     assert has_raw_scores(tmp_path) is raw
+
+
+@pytest.mark.parametrize("problem", [None, "regression", "multi_label_classification"])
+def test_a_head_of_values_is_known(problem: str | None, tmp_path: Path) -> None:
+    assert not is_regression(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"problem_type": problem}))
+    assert is_regression(tmp_path) == (problem == "regression")

@@ -20,7 +20,7 @@ from jaxserve.runtime.compilation.compiler import CompileCounter
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.weight_updates import tensor_of
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
-from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
 from tests.models.families import CASES, ENCODERS
 
 FLOAT32 = jnp.dtype("float32")
@@ -380,3 +380,20 @@ def test_another_model_is_refused_by_the_fields_that_differ(make: MakeModel, tmp
     same = Model(tmp_path / "same", WIDE | {"torch_dtype": "bfloat16", "eos_token_id": [3]}, seed=1)
     served.weights.replace(directory_source(same.directory, served.structure, served.directory))
     assert served.bits() == same.bits()
+
+
+def test_another_pooling_is_refused(make: MakeModel) -> None:
+    served, new = make(ENCODERS["bert"]), make(ENCODERS["bert"], seed=1)
+    assert directory_source(new.directory, served.structure, served.directory)
+    write_modules(new.directory, ["Transformer", "Pooling"], {"pooling_mode_cls_token": True})
+    with pytest.raises(ModelLoadError, match=": pooling differ"):
+        directory_source(new.directory, served.structure, served.directory)
+
+
+def test_a_head_of_its_own_is_refused_where_the_embeddings_are_the_head(make: MakeModel) -> None:
+    served, new = make(WIDE | {"tie_word_embeddings": True}), make(WIDE, seed=1)
+    table = new.tensors["model.embed_tokens.weight"]
+    assert source_of(new.tensors | {"lm_head.weight": table}, served.structure)
+    for other in (new.tensors["lm_head.weight"], jnp.asarray(new.tensors["lm_head.weight"]), table[:-1]):
+        with pytest.raises(ModelLoadError, match=r"lm_head\.weight differs from the embeddings"):
+            source_of(new.tensors | {"lm_head.weight": other}, served.structure)

@@ -56,7 +56,7 @@ async def classify(request: Request) -> Response:
 def _rows(found: Sequence[bytes], body: ClassifyRequest, info: EngineInfo) -> list[dict[str, Any]]:
     """Return the results, the probabilities as JSON. found: the float32 numbers of the labels, for each text"""
     numbers = np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1).astype(np.float64)
-    if body.use_activation is not False:
+    if body.use_activation is not False and not info.regression:
         numbers = activated(numbers, info)
     best, count = numbers.argmax(axis=1).tolist(), len(info.labels)
     written = (orjson.Fragment(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)) for row in numbers)

@@ -26,7 +26,9 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.converted import as_converted, is_converted
+from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, read_rows
+from jaxserve.models.loading.held_tensor import HeldTensor
 from jaxserve.models.loading.orbax_reader import READERS, read_leaves
 from jaxserve.models.loading.part_reader import CHUNK, PartReader
 from jaxserve.models.loading.quantization import fp8_modules, stored_tensors
@@ -119,17 +121,17 @@ def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     transformers, even if config.json ties them.
     """
     headless = checkpoint.bare and _HEAD not in checkpoint.tensors
-    tied = headless or (config.tie_word_embeddings and not _has_own_head(checkpoint))
+    tied = headless or (config.tie_word_embeddings and not has_own_head(checkpoint))
     form = config.stored_form
     if form is not None and form.method == "fp8":
         form = dataclasses.replace(form, found=fp8_modules(checkpoint.tensors))
     return config.replace(stored_form=form, tie_word_embeddings=tied)
 
 
-def _has_own_head(checkpoint: Checkpoint) -> bool:
+def has_own_head(checkpoint: Checkpoint) -> bool:
     """Return whether the checkpoint has an output head that differs from its table of embeddings."""
     head, table = (checkpoint.tensors.get(name) for name in (_HEAD, "model.embed_tokens.weight"))
-    if not (isinstance(head, TensorInfo) and isinstance(table, TensorInfo)):
+    if head is None or table is None or isinstance(head, BlockTensor) or isinstance(table, BlockTensor):
         return False
     if head.shape != table.shape:
         return True
@@ -138,8 +140,10 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
     return any(not np.array_equal(_numbers(head, *piece), _numbers(table, *piece)) for piece in pieces)
 
 
-def _numbers(tensor: TensorInfo, first: int, count: int) -> np.ndarray:
+def _numbers(tensor: TensorInfo | HeldTensor, first: int, count: int) -> np.ndarray:
     """Read `count` rows of a tensor from row `first` on, [count, ...] in float32."""
+    if isinstance(tensor, HeldTensor):
+        return tensor.rows(first, first + count).astype(np.float32)
     raw = np.empty(count * tensor.num_bytes // tensor.shape[0], np.uint8)
     found = np.empty((count, *tensor.shape[1:]), np.float32)
     copy_converted(read_rows(tensor, first, count, raw), found)

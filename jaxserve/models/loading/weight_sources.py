@@ -20,16 +20,18 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Misfits, open_checkpoint
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.file_formats.safetensors_file import copy_converted, empty_aligned
 from jaxserve.models.loading.held_tensor import HeldTensor
-from jaxserve.models.loading.loader import check_complete
+from jaxserve.models.loading.loader import check_complete, has_own_head
 from jaxserve.models.loading.part_reader import PartReader
 from jaxserve.models.loading.quantization import E4M3, stored_tensors
 from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
 from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.models.pooling import PoolingConfig, read_pooling, sentence_modules
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec
 
@@ -100,12 +102,18 @@ def directory_source(directory: Path, structure: ModelStructure, served: Path) -
         new, old = read_config(directory), read_config(served)
         names = [field.name for field in dataclasses.fields(new) if field.name not in _FREE]
         different = [name for name in names if getattr(new, name) != getattr(old, name)]
+        if sentence_modules(directory) and _pooling(directory, new) != _pooling(served, old):
+            different.append("pooling")
         if different:
             raise ModelLoadError(
                 f"{directory} has another model than the served one: {', '.join(different)} differ",
                 fix="start a server with it",
             )
     return NamedTensors(structure, open_checkpoint(directory))
+
+
+def _pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
+    return dataclasses.replace(read_pooling(directory, config), max_tokens=None)
 
 
 class NamedTensors:
@@ -124,6 +132,11 @@ class NamedTensors:
         check_complete(dataclasses.replace(structure, specs=chosen), checkpoint)
         _check_some(chosen)
         _check_numbers(structure.specs, checkpoint, form)
+        if config.tie_word_embeddings and has_own_head(checkpoint):
+            raise ModelLoadError(
+                f"{checkpoint.directory}: lm_head.weight differs from the embeddings, which are the head here",
+                fix="start a server with it",
+            )
         self.parameters = frozenset(spec.wide().name for spec in chosen)
         self._held = [info.array for info in tensors.values() if isinstance(info, HeldTensor)]
         self._reader = PartReader(checkpoint, block, form)
