@@ -1,9 +1,7 @@
-"""GGUF files of the format's own package: their numbers, codes, configuration and tokens, and damaged files."""
+"""GGUF files of the format's own package: their numbers, codes, configuration and tokens."""
 
 from __future__ import annotations
 
-import random
-import struct
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,11 @@ from jaxserve.models.loading import part_reader
 from jaxserve.models.loading.chosen_form import choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.loader import LoadedModel, inspect, load_model
+from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
 from jaxserve.models.loading.weight_sources import directory_source, source_of
-from jaxserve.models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from jaxserve.models.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, inverse_frequencies
 from jaxserve.runtime.model_runner import ModelRunner
 from tests.conftest import ONE_ROW
 from tests.models import paged
@@ -202,18 +200,24 @@ def test_the_rotation_of_llama_3(tmp_path: Path) -> None:
         assert attention == 1
 
 
-def with_tensors(directory: Path, tensors: Tensors, **values: Any) -> Path:
-    """A header of a llama, without most of its tensors."""
+def with_tensors(directory: Path, tensors: Tensors, architecture: str = "llama", **values: Any) -> Path:
+    """A header of a model, without most of its tensors."""
     path = directory / "few.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     sizes = {"embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "attention.head_count": 4}
     for key, value in (sizes | {"context_length": 64, "attention.layer_norm_rms_epsilon": 1e-5} | values).items():
-        if isinstance(value, str):
-            writer.add_string(f"llama.{key}", value)
+        if value is None:
+            continue
+        if key.startswith("tokenizer."):
+            writer.add_uint32(key, int(value))
+        elif isinstance(value, str):
+            writer.add_string(f"{architecture}.{key}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"{architecture}.{key}", value)
         elif isinstance(value, float):
-            writer.add_float32(f"llama.{key}", value)
+            writer.add_float32(f"{architecture}.{key}", value)
         else:
-            writer.add_uint32(f"llama.{key}", int(value))
+            writer.add_uint32(f"{architecture}.{key}", int(value))
     for name, array in (tensors | {"token_embd.weight": np.zeros((32, 64), np.float32)}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -229,7 +233,10 @@ def with_tensors(directory: Path, tensors: Tensors, **values: Any) -> Path:
         ({"expert_count": 8}, "values that are not supported: expert_count"),
         ({"attention.sliding_window": 512}, "not supported: attention.sliding_window"),
         ({"rope.dimension_count": 8}, "partly rotated heads"),
-        ({"rope.scaling.type": "longrope"}, "'short_factor' is missing"),
+        ({"rope.scaling.type": "longrope"}, "rope scaling 'longrope' of GGUF is not supported"),
+        ({"rope.scaling.type": "default"}, "rope scaling 'default' of GGUF is not supported"),
+        ({"attention.causal": False}, r"attention to later tokens \(attention.causal\)"),
+        ({"attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
         ({"attention.head_count": 0}, "heads of"),
         ({"attention.head_count": "many"}, "heads of"),
         ({"block_count": 10**9}, "'num_hidden_layers' must be an integer"),
@@ -238,6 +245,46 @@ def with_tensors(directory: Path, tensors: Tensors, **values: Any) -> Path:
 def test_what_is_not_computed_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_config(with_tensors(tmp_path, {}, **values))
+
+
+FOUR: dict[str, Any] = {"rope.scaling.factor": 4.0}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.original_context_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("values", "scaling"),
+    [
+        ({"attention.causal": True}, None),
+        (FOUR, LinearScaling(4.0)),
+        (FOUR | {"rope.scaling.type": "none"}, None),
+        ({"rope.scaling.type": "linear"}, None),
+        ({"rope.scaling.factor": 0.0}, None),
+        (YARN, YarnScaling(1.0, 16)),
+        (YARN | {"rope.scaling.yarn_beta_fast": 8.0}, YarnScaling(1.0, 16, beta_fast=8.0)),
+    ],
+)
+def test_a_rotation_means_what_it_does_in_llama_cpp(
+    values: dict[str, Any], scaling: Scaling | None, tmp_path: Path
+) -> None:
+    """A file without a type has the type linear, and one without a factor the factor 1."""
+    assert read_config(with_tensors(tmp_path, {}, **values)).rope == RopeConfig(16, 10000.0, scaling)
+
+
+def test_two_scalings_of_a_rotation_are_refused(tmp_path: Path) -> None:
+    divisors = {"rope_freqs.weight": np.ones(8, np.float32)}
+    for number, values in enumerate((FOUR, YARN)):
+        (tmp_path / str(number)).mkdir()
+        with pytest.raises(ModelLoadError, match=r"rope_freqs.weight beside rope scaling '(linear|yarn)'"):
+            read_config(with_tensors(tmp_path / str(number), divisors, **values))
+
+
+def test_heads_without_a_size_share_the_width(tmp_path: Path) -> None:
+    assert read_config(with_tensors(tmp_path, {}, architecture="qwen3")).head_dim == 64 // 4
+
+
+def test_all_tokens_that_end_an_output_are_read(tmp_path: Path) -> None:
+    ends: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("eos", "eot", "eom"), 5)}
+    assert read_config(with_tensors(tmp_path, {}, **ends)).eos_token_ids == (5, 6, 7)
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
@@ -293,93 +340,3 @@ def test_it_is_served(tmp_path: Path) -> None:
     runner = built.core.runner
     assert isinstance(runner, ModelRunner)
     assert jnp.dtype("int8") in {leaf.dtype for leaf in runner.leaves}
-
-
-# --- damaged ---------------------------------------------------------------------------------------------------
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def header(values: bytes = b"", tensors: bytes = b"", *, version: int = 3, counts: tuple[int, int] = (0, 0)) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", version, *counts) + values + tensors
-
-
-def tensor(sizes: tuple[int, ...], kind: int, offset: int = 0, count: int | None = None) -> bytes:
-    dimensions = struct.pack(f"<I{len(sizes)}Q", len(sizes) if count is None else count, *sizes)
-    return text("token_embd.weight") + dimensions + struct.pack("<IQ", kind, offset)
-
-
-DAMAGED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is no GGUF file"),
-    "magic": (b"GGML" + bytes(40), "is no GGUF file"),
-    "version": (header(version=1), "version 1 of GGUF is not supported"),
-    "big-endian": (header(version=3 << 24), "is not supported"),
-    "many tensors": (header(counts=(2**63, 0)), "it says that it has 9223372036854775808 tensors"),
-    "many values": (header(counts=(0, 2**40)), "it says that it has 0 tensors and 1099511627776 values"),
-    "cut off": (header(counts=(1, 0)), "its header is cut off"),
-    "long key": (header(struct.pack("<Q", 2**63), counts=(0, 1)), "its header is cut off"),
-    "unknown value": (header(text("a") + struct.pack("<I", 77), counts=(0, 1)), "a value of the unknown type 77"),
-    "long array": (header(text("a") + struct.pack("<IIQ", 9, 0, 2**63), counts=(0, 1)), "its header is cut off"),
-    "many texts": (header(text("a") + struct.pack("<IIQ", 9, 8, 2**63), counts=(0, 1)), "its header is cut off"),
-    "nested arrays": (header(text("a") + struct.pack("<IIQ", 9, 9, 1), counts=(0, 1)), "a value of the unknown type 9"),
-    "not UTF-8": (header(struct.pack("<Q", 1) + b"\xff", counts=(0, 1)), "can't decode byte"),
-    "alignment": (
-        header(text("general.alignment") + struct.pack("<II", 4, 0), counts=(0, 1)),
-        "'general.alignment' is 0",
-    ),
-    "unknown type": (header(tensors=tensor((32,), 999), counts=(1, 0)), "999 is not a valid"),
-    "no decoder": (header(tensors=tensor((32,), 26), counts=(1, 0)), "I32 cannot be decoded"),
-    "no size": (header(tensors=tensor((0, 4), 0), counts=(1, 0)), r"sizes \[0, 4\] cannot have the type F32"),
-    "half a block": (header(tensors=tensor((16, 4), 8), counts=(1, 0)), r"sizes \[16, 4\] cannot have the type Q8_0"),
-    "a vector of blocks": (header(tensors=tensor((32,), 8), counts=(1, 0)), "cannot have the type Q8_0"),
-    "dimensions": (header(tensors=tensor((4,), 0, count=2**31), counts=(1, 0)), "has 2147483648 dimensions"),
-    "large": (header(tensors=tensor((2**62, 2**62), 0), counts=(1, 0)), "the file is cut off"),
-    "far away": (header(tensors=tensor((4,), 0, offset=2**63), counts=(1, 0)), "the file is cut off"),
-    "twice": (header(tensors=tensor((4,), 0) * 2, counts=(2, 0)) + bytes(64), "is there twice, or overlaps"),
-    "no architecture": (header(), "None of GGUF is not supported"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_one_clear_error(name: str, tmp_path: Path) -> None:
-    content, message = DAMAGED[name]
-    (tmp_path / "model.gguf").write_bytes(content)
-    with pytest.raises(ModelLoadError, match=message) as error:
-        read_config(resolve(tmp_path))
-    assert "model.gguf" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_any_cut_and_any_wrong_byte_is_an_error_or_loads(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "llama", "Q8_0")
-    whole, rng = file.read_bytes(), random.Random(5)
-    changed = [whole[: rng.randrange(len(whole))] for _ in range(60)]
-    for _ in range(300):
-        place = rng.randrange(4, 2600)
-        changed.append(whole[:place] + rng.randbytes(rng.choice((1, 4, 8))) + whole[place + 8 :])
-    refused = 0
-    for content in changed:
-        file.write_bytes(content)
-        try:
-            inspect(file, dtype=FLOAT32, config=read_config(file))
-        except ModelLoadError as error:
-            assert "\n" not in str(error)
-            refused += 1
-    assert 200 < refused <= len(changed)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "place"),
-    [("llama", "Q8_0", 0), ("llama of blocks", "Q4_K", 0), ("llama of blocks", "Q6_K", 208)],  # of a block's scale
-)
-@pytest.mark.parametrize("scale", [np.nan, np.inf])
-def test_a_scale_that_is_no_number_is_named(name: str, kind: str, place: int, scale: float, tmp_path: Path) -> None:
-    file, _ = written(tmp_path, name, kind)
-    found = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.ffn_up.weight")
-    content, first = bytearray(file.read_bytes()), found.data_offset + place
-    content[first : first + 2] = np.float16(scale).tobytes()
-    file.write_bytes(bytes(content))
-    with pytest.raises(ModelLoadError, match=r"model.layers.1.mlp.up_proj.weight: not all scales are numbers"):
-        load(file, "stored")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -67,6 +68,7 @@ def block_type(number: int) -> BlockType:
     return _KNOWN[number] if number in _KNOWN else _decoded(number)
 
 
+@functools.cache  # a file may have many tensors of a type
 def _decoded(number: int) -> BlockType:
     """Return a type that the gguf package decodes."""
     try:

@@ -26,14 +26,19 @@ _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _SMALLEST = 24  # bytes of a file without tensors and values
 _LARGEST_HEADER = 100_000_000  # bytes; a vocabulary of 260,000 tokens with its merges has 10 million
-_MAX_VALUES, _MAX_TENSORS = 2**16, 2**17
+_LONGEST_TEXT = 2**20  # bytes; published templates have at most 20 kB
+_MAX_VALUES, _MAX_TENSORS = 2**16, 2**14  # the largest published models have 1,200 tensors
+_MAX_TEXTS = 2**21  # of all arrays; 260,000 tokens and their merges are 700,000
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 2**16
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """values: metadata by key; an array is a text that says how long it is. tensors: by their names in the file."""
+    """values: metadata by key. An array, or a text of more than a megabyte, is a text that says how long it is.
+
+    tensors: by their names in the file.
+    """
 
     path: Path
     values: Mapping[str, Any]
@@ -51,6 +56,8 @@ def read_gguf(path: Path) -> GgufFile:
                 return _parse(path, _Header(data, min(size, _LARGEST_HEADER)), size)
             except (ValueError, OverflowError, struct.error) as error:
                 raise ModelLoadError(f"{path}: {str(error)[:300]}", fix="download the file again") from error
+            except ModelLoadError as error:
+                raise ModelLoadError(f"{path}: {error}", fix=error.fix) from error
 
 
 class _Header:
@@ -59,6 +66,7 @@ class _Header:
     def __init__(self, data: mmap.mmap, end: int) -> None:
         self._data = data
         self._end = end
+        self._texts = 0  # of the arrays
         self.position = 4
 
     def number(self, form: str) -> Any:
@@ -70,8 +78,8 @@ class _Header:
         return struct.unpack_from(f"<{count}{form}", self._data, begin)
 
     def text(self) -> str:
-        begin = self._skip(self.number("Q"))
-        return self._data[begin : self.position].decode()
+        begin = self._skip(size := self.number("Q"))
+        return self._data[begin : self.position].decode() if size <= _LONGEST_TEXT else f"a text of {size} bytes"
 
     def value(self) -> Any:
         """Read a value after its type."""
@@ -80,6 +88,9 @@ class _Header:
             return self.text() if kind == _STRING else self.number(_number_form(kind))
         kind, count = self.number("I"), self.number("Q")
         if kind == _STRING:
+            self._texts += count
+            if self._texts > _MAX_TEXTS:
+                raise ValueError(f"its arrays have more than {_MAX_TEXTS} texts")
             for _ in range(count):
                 self._skip(self.number("Q"))
         else:
@@ -109,6 +120,8 @@ def _parse(path: Path, header: _Header, size: int) -> GgufFile:
     values: dict[str, Any] = {}
     for _ in range(num_values):
         key = header.text()
+        if key in values:
+            raise ValueError(f"it has the value {key[:100]} twice")
         values[key] = header.value()
     entries = [_Entry.read(header) for _ in range(num_tensors)]
     alignment = values.get("general.alignment", 32)

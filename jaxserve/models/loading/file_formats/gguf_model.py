@@ -24,6 +24,7 @@ from jaxserve.models.stored_form import HELD_BLOCKS
 _ARCHITECTURES = MappingProxyType(
     {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 )
+_EPSILON = "attention.layer_norm_rms_epsilon"
 _KEYS = MappingProxyType(
     {
         "block_count": "num_hidden_layers",
@@ -33,15 +34,20 @@ _KEYS = MappingProxyType(
         "attention.head_count": "num_attention_heads",
         "attention.head_count_kv": "num_key_value_heads",
         "attention.key_length": "head_dim",
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        _EPSILON: "rms_norm_eps",
         "rope.freq_base": "rope_theta",
     }
 )
 _SCALING_KEYS = MappingProxyType(
-    {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
+    {
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
 )
 # Keys that change nothing here, or that are read below; any other is refused unless it is 0.
-_OTHER_KEYS = ("vocab_size", "rope.dimension_count", "attention.value_length", "rope.scaling.finetuned")
+_OTHER_KEYS = ("vocab_size", "rope.dimension_count", "attention.value_length", "attention.causal")
+_OTHER_KEYS += ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.finetuned")
 _NAMES = MappingProxyType(
     {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     | {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"}
@@ -135,15 +141,14 @@ def _as_published(file: GgufFile) -> dict[str, Any]:
     _refuse_others(file.path, own)
     config: dict[str, Any] = {"architectures": [_ARCHITECTURES[name]]}
     config |= {key: own[given] for given, key in _KEYS.items() if given in own}
-    ids = {key: file.values.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
-    config |= {"bos_token_id": ids["bos"], "eos_token_id": sorted({ids["eos"], ids["eot"]} - {None}, key=str)}
+    config |= {"head_dim": _head_dim(config)} | _token_ids(file)
     tensors = file.tensors
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_output.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    if own.get("rope.dimension_count") not in (None, _head_dim(config)):
+    if own.get("rope.dimension_count") not in (None, config["head_dim"]):
         raise ModelLoadError(f"{file.path}: partly rotated heads are not supported")
     return config | _scaling(file, own) | _numbers(file)
 
@@ -153,6 +158,15 @@ def _refuse_others(path: Path, own: Json) -> None:
     others = sorted(key for key, value in own.items() if value and key not in known)
     if others:
         raise ModelLoadError(f"{path} has values that are not supported: {', '.join(others)[:200]}")
+    if own.get("attention.causal", True) is not True:
+        raise ModelLoadError(f"{path}: attention to later tokens (attention.causal) is not supported")
+    if _EPSILON not in own:
+        raise ModelLoadError(f"{path}: {_EPSILON} is missing", fix="download the file again")
+
+
+def _token_ids(file: GgufFile) -> dict[str, Any]:
+    bos, *ends = (file.values.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom"))
+    return {"bos_token_id": bos, "eos_token_id": sorted({*ends} - {None}, key=str)}
 
 
 def _numbers(file: GgufFile) -> dict[str, Any]:
@@ -165,16 +179,25 @@ def _numbers(file: GgufFile) -> dict[str, Any]:
 
 
 def _scaling(file: GgufFile, own: Json) -> dict[str, Any]:
-    """Return `rope_scaling`. Llama 3's is a tensor of divisors, one a frequency, which LongRoPE's keys express."""
-    tensor = file.tensors.get(_ROPE_FACTORS)
-    if tensor is not None:
-        if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**12:
-            raise ModelLoadError(f"{file.path}: {_ROPE_FACTORS} is no vector of float32", fix="download the file again")
-        factors = read_rows(tensor.raw, 0, tensor.shape[0], np.empty(tensor.raw.num_bytes, np.uint8)).view(np.float32)
-        divisors = [float(factor) for factor in factors[:, 0]]
-        same = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
-        return {"rope_scaling": same}
-    found = {
-        key: own[f"rope.scaling.{given}"] for given, key in _SCALING_KEYS.items() if f"rope.scaling.{given}" in own
-    }
-    return {"rope_scaling": found} if found.get("rope_type", "none") != "none" else {}
+    """Return `rope_scaling`. A file without a type has the type linear, and a factor of 0 is 1, as in llama.cpp."""
+    kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor") or 1.0
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelLoadError(f"{file.path}: rope scaling {shown(kind)} of GGUF is not supported")
+    plain = kind == "none" or (kind == "linear" and factor == 1)
+    if _ROPE_FACTORS in file.tensors:
+        if not plain:
+            raise ModelLoadError(f"{file.path}: {_ROPE_FACTORS} beside rope scaling {shown(kind)} is not supported")
+        return {"rope_scaling": _divided(file.path, file.tensors[_ROPE_FACTORS])}
+    if plain:
+        return {}
+    given = {key: own.get(f"rope.scaling.{name}") for name, key in _SCALING_KEYS.items()}
+    return {"rope_scaling": {"rope_type": kind, "factor": factor} | given}
+
+
+def _divided(path: Path, tensor: BlockTensor) -> dict[str, Any]:
+    """Return Llama 3's scaling, a divisor for each frequency, as LongRoPE's keys express it."""
+    if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**12:
+        raise ModelLoadError(f"{path}: {_ROPE_FACTORS} is no vector of float32", fix="download the file again")
+    factors = read_rows(tensor.raw, 0, tensor.shape[0], np.empty(tensor.raw.num_bytes, np.uint8)).view(np.float32)
+    divisors = [float(factor) for factor in factors[:, 0]]
+    return {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
