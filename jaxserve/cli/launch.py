@@ -233,8 +233,8 @@ class Launch:
         """Wait for `stop`, then for the running requests to end."""
         await self._stop.wait()
         self.engine.drain()
-        running = self._app.state.server.live  # some need the engine again, or their clients have not read all
-        if not await self.engine.drained(self._config.server.drain_timeout, lambda: len(running)):
-            count = max(self.engine.num_live, len(running))
+        state = self._app.state.server  # some need the engine again, or their clients have not read all
+        if not await self.engine.drained(self._config.server.drain_timeout, lambda: state.num_running):
+            count = max(self.engine.num_live, state.num_running)
             logger.warning("%d requests did not end within the drain timeout", count)
             await stop_background(self._app)  # before the end of the engine makes them fail

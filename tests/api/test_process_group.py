@@ -3,7 +3,10 @@
 import pytest
 
 from jaxserve.api.shared.key_usage import KeyLimitError, KeyUsage, KeyUsages
+from jaxserve.api.shared.keys import DEFAULT_CALLER
 from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
+from jaxserve.api.shared.state import LiveRequests
+from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.queue_limit import Load
 from jaxserve.config_sections.keys import ApiKey
 from jaxserve.errors import QueueFullError
@@ -43,6 +46,19 @@ def test_bodies_are_limited_by_their_sum() -> None:
         third.check(11, 100)
     first.add(-60)
     third.check(70, 100)
+
+
+def test_running_requests_are_counted_over_all_and_freed_with_their_process() -> None:
+    groups = processes()
+    main, first = (LiveRequests(groups[row].count_running) for row in (MAIN, 1))
+    signals = [AbortSignal() for _ in range(3)]
+    for live, signal in zip((main, first, first), signals, strict=True):
+        live.add(signal, "id", DEFAULT_CALLER)
+    assert [group.num_running for group in groups] == [3, 3, 3]
+    first.remove(signals[1])
+    assert groups[MAIN].num_running == 2
+    GroupKeeper(groups[MAIN], lambda: Load(0, 0), list).ended(1)
+    assert groups[MAIN].num_running == 1
 
 
 def test_requests_of_a_key_are_counted_over_all_and_freed_with_their_process() -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,6 +143,21 @@ class Stream(threading.Thread):
     def is_whole(self) -> bool:
         self.join(LAST_RESORT)
         return self.tokens == expected(self.prompt, LENGTH, ignore_eos=True) and self.reasons == ["length"]
+
+
+@contextlib.contextmanager
+def unread(server: RunningServer) -> Iterator[http.client.HTTPResponse]:
+    """A stream of more bytes than sockets hold, of which its client has read the headers only."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        data = json.dumps(LONG | {"prompt": [7] * 40, "n": 16, "logprobs": 20, "max_tokens": 400}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost:\r\nauthorization: Bearer {CLIENT}\r\nconnection: close\r\n"
+        kind = f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        connection.sendall((head + kind).encode() + data)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        yield answer
 
 
 def on_both(server: RunningServer, count: int = 4) -> list[Stream]:
@@ -352,13 +368,18 @@ def test_a_request_that_kills_the_engine_is_found_among_those_of_all_workers(ser
 
 
 def test_a_drain_ends_all_streams_of_all_workers(tmp_path: Path) -> None:
+    """Also one that is computed and not yet read, of which only its worker knows."""
     others = workers()
-    with launched(tmp_path) as server:
+    with launched(tmp_path, max_unread_bytes=2**26) as server, unread(server) as answer:
         streams = on_both(server, 2)
         running = [stream for stream in streams if stream.is_alive()]
         server.launch.stop()
         wait_until(lambda: complete(server, [1]).status_code == 503, "new requests are refused")
-    assert running and all(stream.is_whole for stream in streams)
+        assert running and all(stream.is_whole for stream in streams)
+        idle(server)
+        time.sleep(0.3)
+        assert complete(server, [1]).status_code == 503, "the workers end before all is read"
+        assert answer.read().endswith(b"data: [DONE]\n\n")
     assert workers() == others
 
 

@@ -18,8 +18,8 @@ from jaxserve.telemetry.merging import Families
 from jaxserve.transport.board import Board
 
 MAIN = 0  # row of the main process
-_BODIES, _LIVE, _WAITING = range(3)
-_FIXED = 3  # columns before those of the keys
+_BODIES, _LIVE, _WAITING, _RUNNING = range(4)
+_FIXED = 4  # columns before those of the keys
 _WAIT = len(COUNTS)  # column of a key after its counts: seconds until it may send requests
 _A_KEY = len(COUNTS) + 1
 
@@ -72,6 +72,15 @@ class ProcessGroup:
     def bodies(self) -> BodySum:
         """Return the counter of this process's bodies, which is limited by the sum of all."""
         return BodySum(self.board.rows[self.row], _BODIES, lambda: self.board.total(_BODIES))
+
+    def count_running(self, count: int) -> None:
+        """Write how many requests of this process have not been answered whole."""
+        self.board.rows[self.row][_RUNNING] = count
+
+    @property
+    def num_running(self) -> int:
+        """The requests of all processes that have not been answered whole."""
+        return int(self.board.total(_RUNNING))
 
     def engine_load(self) -> Load:
         """Return the engine's queue as the main process has last written it."""

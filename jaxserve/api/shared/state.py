@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -75,19 +75,25 @@ class UnknownFields:
 
 
 class LiveRequests:
-    """The running requests with the ids that clients gave them, which may repeat, and their owners."""
+    """The running requests with the ids that clients gave them, which may repeat, and their owners.
 
-    def __init__(self) -> None:
+    tell: called with their number when it changes
+    """
+
+    def __init__(self, tell: Callable[[int], None] = lambda count: None) -> None:
         self._running: dict[AbortSignal, tuple[str, Caller]] = {}
+        self._tell = tell
 
     def __len__(self) -> int:
         return len(self._running)
 
     def add(self, signal: AbortSignal, request_id: str, caller: Caller) -> None:
         self._running[signal] = request_id, caller
+        self._tell(len(self._running))
 
     def remove(self, signal: AbortSignal) -> None:
         self._running.pop(signal, None)
+        self._tell(len(self._running))
 
     def abort(self, prefix: str, owner: str | None = None) -> list[str]:
         """Abort the requests whose ids begin with a prefix, of one owner or of all; return their ids."""
@@ -134,7 +140,13 @@ class ServerState:
     def __post_init__(self) -> None:
         if self.group is not None:
             self.bodies = self.group.bodies()
+            self.live = LiveRequests(self.group.count_running)
             self.sessions = SessionsElsewhere() if self.group.is_worker else self.sessions
+
+    @property
+    def num_running(self) -> int:
+        """The requests of all processes of this server that have not been answered whole."""
+        return len(self.live) if self.group is None else self.group.num_running
 
     def body_limits(self) -> BodyLimits:
         """Return the limits of bodies; before the model is known, those of a small model."""
