@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxserve.cli.options.arguments import at_least, positive
 from jaxserve.cli.options.help import GIB
-from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config_file
@@ -38,7 +38,7 @@ Mesh = tuple[int, int]  # tensor, expert
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command `plan`. Raises ConfigError for an encoder, ModelLoadError if no mesh fits the model."""
+    """Run the command `plan`. Raises ConfigError for an encoder, or if no mesh fits the model."""
     options = _parse(words)
     path = _config_file(options.model)
     config = read_config_file(path)
@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
     meshes = [_mesh(text, config) for text in options.mesh]
     cache_dtype = resolve_cache_dtype(options.cache_dtype, dtype)
     plans = [_plan(config, dtype, cache_dtype, mesh) for mesh in meshes]
-    if all(isinstance(plan, ModelLoadError) for plan in plans):
+    if all(isinstance(plan, ConfigError) for plan in plans):
         raise plans[0]  # type: ignore[misc]
     print(_head(config, dtype))
     print(f"each device has {options.memory:g} GiB; a full context is {context} tokens\n")
@@ -63,10 +63,10 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _plan(config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, mesh: Mesh) -> ShapePlan | ModelLoadError:
+def _plan(config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, mesh: Mesh) -> ShapePlan | ConfigError:
     try:
         return plan_by_shape(config, dtype, *mesh, cache_dtype=cache_dtype)
-    except ModelLoadError as error:
+    except ConfigError as error:
         return error
 
 
@@ -95,7 +95,7 @@ class _Columns:
         self._max_num_seqs = max_num_seqs
         self._length = length
 
-    def table(self, meshes: Sequence[Mesh], plans: Sequence[ShapePlan | ModelLoadError]) -> str:
+    def table(self, meshes: Sequence[Mesh], plans: Sequence[ShapePlan | ConfigError]) -> str:
         """Format one row per mesh."""
         windowed = any(isinstance(plan, ShapePlan) and plan.window is not None for plan in plans)
         batch = () if self._length is None else (f"batch of {self._length}",)
@@ -106,7 +106,7 @@ class _Columns:
         widths = [max(len(row[n]) for row in whole if n < len(row)) for n in range(len(head))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in whole]
         for number, plan in enumerate(plans, 1):
-            lines[number] += f"  {plan}" if isinstance(plan, ModelLoadError) else ""
+            lines[number] += f"  {plan}" if isinstance(plan, ConfigError) else ""
         return "\n".join(lines)
 
     def _row(self, plan: ShapePlan, windowed: bool) -> tuple[str, ...]:

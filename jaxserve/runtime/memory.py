@@ -145,6 +145,19 @@ def within_reach(count: int, size: int) -> int:
     return _REACH // size if _REACH < count * size <= 2 * _REACH else count
 
 
+def check_weight(name: str, size: int) -> None:
+    """Raise ConfigError if a Triton kernel would read only a part of a weight of `size` one-byte numbers on a device.
+
+    See `within_reach`.
+    """
+    if within_reach(size, 1) < size:
+        raise ConfigError(
+            f"{name} has {size / 2**30:.2f} GiB on a device, and the Triton kernels read at most 2 GiB of a "
+            "weight in 8 or 4 bits, or more than 4",
+            fix="raise mesh.tensor or mesh.expert, or set model.quantization: none",
+        )
+
+
 def _reachable(name: str, count: int, size: int, asked: int | None) -> int:
     """Return the pages of a group that the kernels reach. Raises ConfigError if the configuration asks for more."""
     most = within_reach(count, size)

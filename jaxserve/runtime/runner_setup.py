@@ -229,12 +229,8 @@ def check_reach(loaded: LoadedModel, products: Products) -> None:
     for spec, leaf in zip(loaded.structure.specs, loaded.leaves, strict=True):
         read = products.experts == "triton" if "expert" in spec.axes else few_bits
         size = math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
-        if read and leaf.dtype.itemsize == 1 and memory.within_reach(size, 1) < size:
-            raise ConfigError(
-                f"{spec.name} has {size / 2**30:.2f} GiB on a device, and the Triton kernels read at most 2 GiB of a "
-                "weight in 8 or 4 bits, or more than 4",
-                fix="raise mesh.tensor or mesh.expert, or set model.quantization: none",
-            )
+        if read and leaf.dtype.itemsize == 1:
+            memory.check_weight(spec.name, size)
 
 
 def _experts_in_words(products: Products, dtype: jnp.dtype) -> str:

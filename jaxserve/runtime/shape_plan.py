@@ -17,7 +17,7 @@ from jaxserve.models.loading.structure import ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled
-from jaxserve.runtime.memory import Sizes, split_pool
+from jaxserve.runtime.memory import Sizes, check_weight, split_pool, within_reach
 from jaxserve.runtime.mesh import AXES
 from jaxserve.types.scheduling.window_size import WindowSize
 
@@ -38,6 +38,8 @@ class ShapePlan:
     kv_token_bytes: int  # bytes of one token in all layers
     window: int | None = None  # widest sliding window in tokens; None: no layer has one
     window_token_bytes: int = 0  # part of kv_token_bytes: layers with a sliding window
+    # Bytes of a page of 8 bits in one layer, the largest without a sliding window and with one; 0: there is none.
+    reached: tuple[int, int] = (0, 0)
 
     @property
     def num_devices(self) -> int:
@@ -45,21 +47,28 @@ class ShapePlan:
 
     def request_bytes(self, length: int) -> int:
         """Return the bytes of K and V of a decoding request of `length` tokens. Window layers keep only the window."""
+        pages, window_pages = self._request_pages(length)
+        window_bytes = self.window_token_bytes * window_pages
+        return ((self.kv_token_bytes - self.window_token_bytes) * pages + window_bytes) * PAGE_SIZE
+
+    def _request_pages(self, length: int) -> tuple[int, int]:
+        """Return the pages of a decoding request in a layer without a sliding window and in one with it."""
         pages = -(-length // PAGE_SIZE)
-        if self.window is None:
-            return pages * PAGE_SIZE * self.kv_token_bytes
-        kept = WindowSize(self.window, PAGE_SIZE, _CHUNK).most(length)
-        everywhere = (self.kv_token_bytes - self.window_token_bytes) * pages
-        return (everywhere + self.window_token_bytes * kept) * PAGE_SIZE
+        return pages, pages if self.window is None else WindowSize(self.window, PAGE_SIZE, _CHUNK).most(length)
 
     def largest_batch(self, device_bytes: int, length: int, memory_fraction: float = 0.9) -> int:
         """Return how many requests of `length` tokens fit at once, next to the weights."""
-        left = int(device_bytes * memory_fraction) - self.weight_bytes
-        return max(0, left) // self.request_bytes(length)
+        batch = self._left(device_bytes, memory_fraction) // self.request_bytes(length)
+        each = zip(self._request_pages(length), self.reached, strict=True)
+        return min(within_reach(batch * pages, size) // pages for pages, size in each)
 
     def kv_tokens(self, device_bytes: int, memory_fraction: float = 0.9) -> int:
         """Return how many tokens fit next to the weights if every layer keeps all of them; 0 if none do."""
-        return max(0, int(device_bytes * memory_fraction) - self.weight_bytes) // self.kv_token_bytes
+        pages = self._left(device_bytes, memory_fraction) // (self.kv_token_bytes * PAGE_SIZE)
+        return within_reach(pages, max(self.reached)) * PAGE_SIZE
+
+    def _left(self, device_bytes: int, memory_fraction: float) -> int:
+        return max(0, int(device_bytes * memory_fraction) - self.weight_bytes)
 
     def room(
         self, device_bytes: int, context: int, max_num_seqs: int = 512, memory_fraction: float = 0.9
@@ -68,25 +77,26 @@ class ShapePlan:
 
         Plans as the server does, for `max_num_seqs` requests and sequences of at most `context` tokens.
         """
-        if self.window is None or self.window >= context:
-            most = 2 * max_num_seqs * -(-context // PAGE_SIZE) * PAGE_SIZE  # as in memory.split_pool
-            tokens = min(self.kv_tokens(device_bytes, memory_fraction), most)
-            return tokens, tokens / context
-        size = WindowSize(self.window, PAGE_SIZE, _CHUNK)
+        windowed = self.window is not None and self.window < context
+        size = WindowSize(self.window, PAGE_SIZE, _CHUNK) if self.window is not None and windowed else None
+        window_bytes = self.window_token_bytes if windowed else 0
         sizes = Sizes(
             weight_bytes=self.weight_bytes,
             state_bytes=0,
             scratch_bytes=0,
-            page_bytes=(self.kv_token_bytes - self.window_token_bytes) * PAGE_SIZE,
+            page_bytes=(self.kv_token_bytes - window_bytes) * PAGE_SIZE,
             page_size=PAGE_SIZE,
             max_num_seqs=max_num_seqs,
-            window_page_bytes=self.window_token_bytes * PAGE_SIZE,
+            window_page_bytes=window_bytes * PAGE_SIZE,
             window=size,
         )
-        left = max(0, int(device_bytes * memory_fraction) - self.weight_bytes)
-        pages, window_pages = split_pool(left, sizes, context)
+        pages, window_pages = split_pool(self._left(device_bytes, memory_fraction), sizes, context)
+        pages = within_reach(pages, self.reached[0] if windowed else max(self.reached))
         tokens = pages * PAGE_SIZE
-        return tokens, min(tokens / context, window_pages / size.most(context)) if tokens else 0.0
+        if size is None or not tokens:
+            return tokens, tokens / context
+        window_pages = within_reach(window_pages, self.reached[1])
+        return tokens, min(tokens / context, window_pages / size.most(context))
 
 
 def default_mesh(config: ModelConfig, num_devices: int) -> tuple[int, int]:
@@ -108,16 +118,17 @@ def plan_by_shape(
     *,
     cache_dtype: jnp.dtype | None = None,
 ) -> ShapePlan:
-    """Plan a model on a mesh of tensor * expert devices. Raises ModelLoadError if the model cannot be split so.
+    """Plan a model on a mesh of tensor * expert devices, whose kernels are Triton's: see `memory.within_reach`.
 
-    cache_dtype: None is `dtype`.
+    cache_dtype: None is `dtype`. Raises ModelLoadError if the model cannot be split so, and ConfigError if the kernels
+    would read only a part of a weight.
     """
     mesh = AbstractMesh((1, tensor, expert), AXES)
     published = build(config, dtype)
     split = for_mesh(config, mesh)
     structure = published if split == config else build(split, dtype)
     weights, whole, largest = _weights(structure, mesh)
-    all_layers, windowed = _kv_token_bytes(split, cache_dtype or dtype, tensor)
+    all_layers, windowed, reached = _kv_token_bytes(split, cache_dtype or dtype, tensor)
     return ShapePlan(
         tensor=tensor,
         expert=expert,
@@ -128,6 +139,7 @@ def plan_by_shape(
         kv_token_bytes=all_layers,
         window=max((window or 0 for window in config.windows), default=0) or None,
         window_token_bytes=windowed,
+        reached=reached,
     )
 
 
@@ -136,6 +148,8 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
     for spec in structure.specs:
         sharding = param_sharding(spec, mesh)
         size = math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+        if spec.dtype.itemsize == 1:
+            check_weight(spec.name, size)
         total += size
         if mesh.size > 1 and sharding.is_fully_replicated:
             whole += size
@@ -143,16 +157,19 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
     return total, whole, largest
 
 
-def _kv_token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int) -> tuple[int, int]:
-    """Return the bytes per token of all layers, and of the layers with a sliding window."""
+def _kv_token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int) -> tuple[int, int, tuple[int, int]]:
+    """Return the bytes per token of all layers and of the layers with a sliding window, and `ShapePlan.reached`."""
     backend = get_backend("triton", "gpu")  # by shape: all are alike
     total = windowed = 0
+    reached = [0, 0]
     for layer in config.attention_layers:
         heads = layer.num_kv_heads // tensor if layer.num_kv_heads % tensor == 0 else layer.num_kv_heads
         shape = backend.cache_shape(1, PAGE_SIZE, heads, layer.head_dim, latent=layer.latent)
+        has_window = layer.sliding_window is not None
         size = math.prod(shape) * dtype.itemsize
         if is_scaled(dtype):
+            reached[has_window] = max(reached[has_window], size)
             size += math.prod(backend.scale_shape(1, PAGE_SIZE, heads, latent=layer.latent)) * 4
         total += size
-        windowed += size if layer.sliding_window is not None else 0
-    return total // PAGE_SIZE, windowed // PAGE_SIZE
+        windowed += size if has_window else 0
+    return total // PAGE_SIZE, windowed // PAGE_SIZE, (reached[0], reached[1])

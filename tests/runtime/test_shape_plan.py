@@ -6,9 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.errors import ConfigError
 from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import build
+from jaxserve.runtime.memory import Sizes, plan_memory
+from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
+from jaxserve.types.scheduling.window_size import WindowSize
 from tests.conftest import SharedData
 from tests.models.published import PUBLISHED
 
@@ -52,7 +56,7 @@ def test_kv_bytes_and_tokens() -> None:
     assert eight.kv_token_bytes == sixteen.kv_token_bytes == one.kv_token_bytes // 8  # 8 kv heads: each twice on 16
     assert one.kv_tokens(8 * GIB) == 0
     room = int(80 * GIB * 0.9) - one.weight_bytes
-    assert one.kv_tokens(80 * GIB) == room // one.kv_token_bytes
+    assert one.kv_tokens(80 * GIB) == room // (16 * one.kv_token_bytes) * 16, "whole pages"
 
 
 def test_what_is_counted_is_what_lies_there() -> None:
@@ -86,3 +90,47 @@ def test_pages_of_8_bits_are_counted_with_their_scales() -> None:
     wide, narrow = (plan_by_shape(model, BFLOAT16, 1, 1, cache_dtype=dtype) for dtype in (None, jnp.dtype("int8")))
     assert wide.kv_token_bytes == 32 * 2 * 8 * 128 * 2
     assert narrow.kv_token_bytes == 32 * 2 * 8 * (128 + 4)
+
+
+def test_the_plan_counts_the_8_bit_pages_that_the_server_makes() -> None:
+    """On 131 GiB more than 2 GiB of a layer would fit, of which the Triton kernels do not read all."""
+    model, int8 = from_hf(PUBLISHED["Llama-3.1-8B"].hf), jnp.dtype("int8")
+    plan = plan_by_shape(model, BFLOAT16, 1, 1, cache_dtype=int8)
+    fit = int(131 * GIB * 0.9 - plan.weight_bytes) // (16 * plan.kv_token_bytes)
+    reached = 2**31 // (16 * 2 * 8 * 128)
+    assert reached < fit < 2 * reached
+    assert plan.kv_tokens(131 * GIB) == 16 * reached == plan.room(131 * GIB, 131072)[0]
+    assert plan.largest_batch(131 * GIB, 16000) == reached // 1000 < fit // 1000
+    config = RunnerConfig(
+        max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=131072, page_size=16, cache_dtype=int8
+    )
+    sizes = Sizes(
+        weight_bytes=plan.weight_bytes,
+        state_bytes=0,
+        scratch_bytes=0,
+        page_bytes=16 * plan.kv_token_bytes,
+        page_size=16,
+        max_num_seqs=512,
+        reached=plan.reached,
+    )
+    assert plan_memory(sizes, config, platform="gpu", device_bytes=131 * GIB).num_pages == reached
+    assert plan.kv_tokens(260 * GIB) > 32 * reached, "more than 4 GiB of a layer are read with offsets of 64 bits"
+
+
+def test_the_plan_counts_the_8_bit_pages_of_windows() -> None:
+    hf = PUBLISHED["gpt-oss-120b"].hf | {"sliding_window": 128}
+    plan = plan_by_shape(from_hf(hf), BFLOAT16, 1, 1, cache_dtype=jnp.dtype("int8"))
+    page, reached = 16 * 2 * 8 * 64, 2**17
+    assert plan.reached == (page, page) and reached * page == 2**31
+    memory = int((plan.weight_bytes + 60 * GIB) / 0.9)
+    assert plan.room(memory, 131072)[0] == 16 * reached, "18 of 36 layers keep all"
+    windows = WindowSize(128, 16, chunk=8192)
+    assert reached < windows.for_requests(2**13) < 2 * reached
+    assert plan.room(10 * memory, 2**11, max_num_seqs=2**13)[1] == reached / windows.most(2**11)
+
+
+def test_a_weight_that_the_server_refuses_is_refused_by_the_plan() -> None:
+    config = from_hf(PUBLISHED["DeepSeek-V3"].hf).replace(quantization="fp8", num_layers=4)
+    with pytest.raises(ConfigError, match=r"experts\S* has 3\.50 GiB on a device, and the Triton kernels read"):
+        plan_by_shape(config, BFLOAT16, 1, 2)
+    assert plan_by_shape(config, BFLOAT16, 1, 4).weight_bytes > GIB
