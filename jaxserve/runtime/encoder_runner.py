@@ -31,6 +31,7 @@ from jaxserve.runtime.compilation.compiler import (
     compile_all,
     compiler_options,
 )
+from jaxserve.runtime.compilation.late_compilation import compiles_programs
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -84,7 +85,7 @@ class EncoderRunner:
         )
         self.num_dispatches = 0
         self.compile_seconds = time.perf_counter() - started
-        self._counter = CompileCounter()
+        self._counter = CompileCounter(compiles_programs)
 
     def _program(self, rows: int, length: int) -> Program:
         leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves)

@@ -25,7 +25,7 @@ import numpy as np
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import compiler, program_cache
-from jaxserve.runtime.compilation.late_compilation import LateCompilation
+from jaxserve.runtime.compilation.late_compilation import LateCompilation, compiles_programs
 from jaxserve.runtime.compilation.program_table import ProgramTable
 from jaxserve.runtime.extra_outputs import ExtraOutputs
 from jaxserve.runtime.memory import MemoryPlan
@@ -106,7 +106,7 @@ class ModelRunner:
         self._unsampled: DeviceStep | VerifyStep | None = None
         self._num_dispatches = 0
         self.compile_seconds = time.perf_counter() - started
-        self._counter = compiler.CompileCounter(self.late.is_this_thread)
+        self._counter = compiler.CompileCounter(compiles_programs)
         for close in (self._counter.close, self.host.close):  # of an engine that is dropped without `close`
             weakref.finalize(self, close)
 
@@ -197,7 +197,8 @@ class ModelRunner:
     def num_compiles(self) -> int:
         """Return the XLA compilations in this process since the runner was ready. It must stay 0 while serving.
 
-        Those of `late` are not counted, nor the page programs, which are compiled at their first use.
+        Those of the programs of `late` and of other engines are not counted, nor the page programs, which are compiled
+        at their first use.
         """
         return self._counter.count - self.pages.num_compiles
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import tokenizers
+from tokenizers import normalizers
 from tokenizers.models import BPE
 
 from jaxserve.errors import ModelLoadError
@@ -270,6 +271,14 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         _check_backend(backend)
     except ValueError as error:
         raise ModelLoadError(f"{file} is not served: {error}") from error
+    return _lowercased(backend, path / "sentence_bert_config.json")
+
+
+def _lowercased(backend: tokenizers.Tokenizer, settings: Path) -> tokenizers.Tokenizer:
+    """Let it read texts in lower case if the file of sentence-transformers says so, whatever its own files say."""
+    if _read_json(settings).get("do_lower_case"):
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])  # type: ignore[assignment]
     return backend
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all, compiler_options
+from jaxserve.runtime.compilation.late_compilation import LateCompilation, compiles_programs
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
@@ -44,6 +45,18 @@ def test_the_counter_counts_between_making_and_closing() -> None:
         assert counter.count == 1 and counter.seconds > 0
     jax.jit(lambda x: x - 18.5).lower(SHAPE).compile()
     assert counter.count == 1
+
+
+def test_programs_of_engines_do_not_count_as_compilations_of_one_that_serves() -> None:
+    found: list[str] = []
+    with CompileCounter(compiles_programs) as counter:
+        compile_all([program("a", factor=19.5)])
+        late = LateCompilation([program("b", factor=20.5)], None, lambda name, _: found.append(name))
+        late.start()
+        late.wait()
+        assert (counter.count, found) == (0, ["b"])
+        jax.jit(lambda x: x - 21.5).lower(SHAPE).compile()
+        assert counter.count == 1
 
 
 @pytest.mark.parametrize("num_rows", [16_385, 32_769, 40_001])

@@ -13,6 +13,7 @@ from tokenizers.models import BPE
 import jaxserve
 from jaxserve.errors import ModelLoadError
 from jaxserve.text.tokenizer import Tokenizer
+from tests.models.checkpoints import write_words
 
 DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
 VOCABULARIES = ["tokenizers/qwen2.5", "tokenizers/qwen3", "tokenizers/gpt2", "tokenizers/minimind",
@@ -121,6 +122,16 @@ def test_the_special_tokens_of_an_older_directory(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(tmp_path).special_tokens_map() == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {}, "eos_token": "<s>"}))
     assert Tokenizer.from_directory(tmp_path).special_tokens_map() == {"eos_token": "<s>"}
+
+
+@pytest.mark.parametrize("lowers", [True, False, None])
+def test_texts_in_lower_case_as_sentence_transformers_reads_them(lowers: bool | None, tmp_path: Path) -> None:
+    write_words(tmp_path, 8)
+    if lowers is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": lowers}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.encode("W4 w5 [SEP]") == [2, 4 if lowers else 1, 5, 3, 3]
+    assert tokenizer.encode(tokenizer.shield("W4 [SEP]"), add_special_tokens=False)[0] == (4 if lowers else 1)
 
 
 def test_damaged_directories_are_named(tmp_path: Path) -> None:

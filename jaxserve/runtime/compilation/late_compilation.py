@@ -6,7 +6,6 @@ engine.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -29,12 +28,16 @@ def num_threads(cores: int) -> int:
     return max(1, min(MOST_THREADS, cores // CORES_PER_THREAD))
 
 
+def compiles_programs() -> bool:
+    """Return whether this thread compiles the programs of an engine: of this one, or of another in the process."""
+    return threading.current_thread().name.startswith("compile")  # here, and in `compile_all`
+
+
 class LateCompilation:
     """Compiles or loads programs in threads, in their order, and hands over each.
 
     total   how many there are; with `done` all are there
     error   why a thread ended early; the engine goes on with the programs that it has
-    is_this_thread  whether it is called in a thread that compiles these programs. Refers to nothing else
     """
 
     def __init__(
@@ -52,8 +55,6 @@ class LateCompilation:
         self._lock = threading.Lock()
         self._stopped = False
         self._began = 0.0
-        self._own = threading.local()
-        self.is_this_thread: Callable[[], bool] = functools.partial(getattr, self._own, "compiles", False)
         count = min(self.total, num_threads(len(os.sched_getaffinity(0))))
         self._threads = [threading.Thread(target=self._run, name="compile-late", daemon=True) for _ in range(count)]
 
@@ -87,7 +88,6 @@ class LateCompilation:
             raise self.error
 
     def _run(self) -> None:
-        self._own.compiles = True
         try:
             while (program := self._next()) is not None:
                 self._add(program.name, obtain(program, self._store))
