@@ -10,12 +10,14 @@ from jaxserve.engine.core import engine_control
 from jaxserve.engine.core.engine_control import EngineControl
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.server import BuiltEngine, EngineServer
+from jaxserve.errors import ConflictError
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.types.group import Done, Operation
 from jaxserve.types.messages import Add, Call, Reply
 from tests.engine.test_hosts import leader
 from tests.engine.test_server import ListChannel, info
-from tests.fakes import alone, make_core, make_request, small_config
+from tests.fakes import alone, make_core, make_request, run_all, small_config
+from tests.faults.fake_pages import handover
 
 
 class FullMemory:
@@ -53,6 +55,37 @@ def test_an_update_that_cannot_be_read_or_held_leaves_an_engine_that_serves(
     assert [(reply.call_id, reply.status) for reply in replies] == [(1, 500), (2, 500)]
     assert all("the old weights stay" in (reply.error or "") for reply in replies)
     assert len(channel.tokens("a")) == 2
+
+
+class AnyWeights(FullMemory):
+    """Weights that take every update."""
+
+    def staged(self, source: Any, tick: Any = None) -> Any:
+        return source
+
+    def replace(self, source: Any, tick: Any = None) -> None:
+        """Nothing is kept."""
+
+
+def test_pages_from_before_an_update_are_refused_whatever_the_label_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_control, "directory_source", lambda *_: object())
+    core: Any = make_core(small_config())
+    weights: Any = AnyWeights()
+    control, pages, path = (
+        EngineControl(core, core.runner, weights, tmp_path),
+        handover(core, core.runner),
+        tmp_path / "p",
+    )
+    prompt = list(range(20))
+    run_all(core, [make_request("before", prompt, max_tokens=1)])
+    assert pages.write(str(path), prompt) == pages.read(str(path)) == 20
+    control.update_from_directory("x", version=core.serving.version)
+    with pytest.raises(ConflictError, match="other weights"):
+        pages.read(str(path))
+    run_all(core, [make_request("after", prompt, max_tokens=1)])
+    assert pages.write(str(path), prompt) == pages.read(str(path)) == 20
 
 
 def test_a_sleep_without_room_for_the_weights_leaves_an_engine_that_serves(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ until steps run again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,7 @@ class EngineControl:
             raise
         serving.asleep.discard("weights")
         serving.num_updates += 1
+        serving.updated = time.monotonic()
         serving.version = label
         return label
 

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import stat
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,10 +38,15 @@ _MAX_HEADER = 64 * 2**20  # bytes
 
 
 class _PagesHeader(msgspec.Struct, frozen=True):
-    """form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page"""
+    """form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page
+
+    version: label of the weights. written: time.monotonic(), which all processes of a machine share; two updates of the
+    weights may have the same label
+    """
 
     form: str
     version: str
+    written: float
     namespace: str
     tokens: bytes
     checksums: list[int]
@@ -93,7 +99,7 @@ class PageHandover:
         num_tokens = node.depth * kv.page_size
         tokens = np.asarray(token_ids[:num_tokens], "<i4").tobytes()
         version = self._core.serving.version
-        header = _PagesHeader(self._form, version, namespace, tokens, _checksums(rows))
+        header = _PagesHeader(self._form, version, time.monotonic(), namespace, tokens, _checksums(rows))
         try:
             _write(path, msgspec.msgpack.encode(header), rows)
         except OSError as error:
@@ -107,7 +113,7 @@ class PageHandover:
 
         most: pages at most, so that steps of running requests can be computed in between; None: all. Pages for which
         there is no room are left out. Raises InvalidValueError if the file is not whole, and ConflictError if it is
-        of another model, of other weights, or cannot be used in this state.
+        of another model, of other weights, older than the latest update here, or cannot be used in this state.
         """
         kv = self._checked()
         header, data = self._opened(path)
@@ -142,7 +148,8 @@ class PageHandover:
             header = _HEADER.decode(data[_LENGTH : _end_of_header(data)].tobytes())
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise InvalidValueError(f"{path} has no pages: {error}", param="path") from None
-        if (header.form, header.version) != (self._form, self._core.serving.version):
+        serving = self._core.serving
+        if (header.form, header.version) != (self._form, serving.version) or header.written < serving.updated:
             raise ConflictError("the pages are of another model, or of other weights")
         data, num_pages = data[_end_of_header(data) :], len(header.checksums)
         size = self._core.scheduler.kv.page_size

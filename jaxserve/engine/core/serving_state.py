@@ -17,6 +17,7 @@ Tag = Literal["weights", "kv_cache"]
 class ServingState:
     """paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients
 
+    updated: time.monotonic() of the latest update of the weights; 0: there was none
     finishing: ids of the requests whose ends the next pause waits for; no other may start. None: no pause waits
     """
 
@@ -25,6 +26,7 @@ class ServingState:
     asleep: set[Tag] = field(default_factory=set)
     version: str = FIRST_VERSION
     num_updates: int = 0
+    updated: float = 0.0
 
     @property
     def halted(self) -> bool:
