@@ -31,7 +31,15 @@ from jaxserve.errors import EngineDeadError, NotReadyError, QueueFullError
 from jaxserve.log import configure_logging
 from jaxserve.ray.group import Group
 from jaxserve.ray.metric_export import MetricExport
-from jaxserve.ray.relay import BodyReader, Parts, RelayedAnswer, RelayedRequest, ReplicaLostError, run_app
+from jaxserve.ray.relay import (
+    BodyReader,
+    Parts,
+    RelayedAnswer,
+    RelayedRequest,
+    ReplicaLostError,
+    run_app,
+    with_allowed_hosts,
+)
 from jaxserve.ray.settings import RaySettings
 
 NO_STORE = "Under Ray Serve there is no store: what one replica stored would be unknown to the others."
@@ -68,6 +76,7 @@ class EngineReplica:
         stack.push_async_callback(self._engine.stop)
         try:
             self._app = create_app(self._engine, config, no_store=NO_STORE)
+            self._served = with_allowed_hosts(self._app, config.server)
             await (self._engine.start() if self._group is None else self._group.start(self._engine.start()))
             await asyncio.to_thread(check_files, self._app)
             await stack.enter_async_context(self._app.router.lifespan_context(self._app))
@@ -81,7 +90,7 @@ class EngineReplica:
 
     async def answer(self, request: RelayedRequest) -> Parts:
         """Yield the application's answer, as lists of ASGI messages."""
-        parts = run_app(self._app, request)
+        parts = run_app(self._served, request)
         try:
             async for messages in parts:
                 yield messages

@@ -17,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.api.errors.responses import ClientDisconnected, as_http_error, send_error
 from jaxserve.api.http.begun_answer import BegunAnswer
+from jaxserve.api.http.browser_guard import guarded
 from jaxserve.api.http.middleware import ADMIN_PATHS, SLOWEST_BYTES
+from jaxserve.config import ServerSection
 from jaxserve.errors import HTTPError, ModelEndedError, NotFoundError, SlowRequestError
 
 ATTEMPTS = 4  # replicas that a request is sent to, as long as none has begun to answer it
@@ -61,6 +63,11 @@ class RelayedRequest:
 
 class ReplicaLostError(Exception):
     """The replica ended before its answer was whole."""
+
+
+def with_allowed_hosts(app: ASGIApp, section: ServerSection) -> ASGIApp:
+    """Return `app` behind the check of `server.allowed_hosts`. auto: any, since Serve's proxy has the address."""
+    return app if section.allowed_hosts == "auto" else guarded(app, section)
 
 
 async def run_app(app: ASGIApp, request: RelayedRequest) -> Parts:
@@ -140,7 +147,7 @@ class RelayedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = {**scope, "path": self._path, "state": {}}
-        answer = BegunAnswer(scope, send)
+        answer = BegunAnswer(scope, _without_id(send))
         try:
             if self._path in ONE_REPLICA:
                 raise NotFoundError(
@@ -172,3 +179,14 @@ class RelayedAnswer(Response):
             await send_error(error, *asgi)
         elif not await answer.end(error):
             raise error
+
+
+def _without_id(send: Send) -> Send:
+    """Return a `send` that drops the header of the request's id: Serve's proxy adds it to every answer."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [each for each in message["headers"] if each[0] != b"x-request-id"]}
+        await send(message)
+
+    return sent

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxserve.config import Config
 from jaxserve.errors import QueueFullError
-from jaxserve.ray.relay import ATTEMPTS, BodyReader, RelayedAnswer, RelayedRequest, ReplicaLostError, run_app
+from jaxserve.ray.relay import (
+    ATTEMPTS,
+    BodyReader,
+    RelayedAnswer,
+    RelayedRequest,
+    ReplicaLostError,
+    run_app,
+    with_allowed_hosts,
+)
 
 READER = BodyReader(max_bytes=1000, seconds=5)
 EVENT = b'data: {"n": 1}\n\n'
@@ -182,3 +191,25 @@ def test_what_an_application_raises_is_raised() -> None:
 
     with pytest.raises(ValueError, match="bug"):
         messages_of(app)
+
+
+def test_the_id_of_a_request_is_left_to_serves_proxy() -> None:
+    """Two headers of one name are one text with a comma for many clients."""
+    client = Client(replicas([started(), part(b"{}")]), b"body")
+    assert client.run() == (200, b"{}")
+    assert client.messages[0]["headers"] == [(b"content-type", b"application/json")]
+
+
+@pytest.mark.parametrize(("allowed", "status"), [("auto", 200), (["llm.example"], 403), (["other.example"], 200)])
+def test_allowed_hosts_hold(allowed: Any, status: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(started())
+
+    section = Config().replace(server={"allowed_hosts": allowed}).server
+    request = RelayedRequest("GET", "/v1/models", b"", [(b"host", b"other.example")], b"")
+
+    async def status_of() -> int:
+        parts = run_app(with_allowed_hosts(app, section), request)
+        return (await anext(parts))[0]["status"]
+
+    assert asyncio.run(status_of()) == status
