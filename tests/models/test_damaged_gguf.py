@@ -70,6 +70,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "large": (header(tensors=tensor((2**62, 2**62), 0), counts=(1, 0)), "the file is cut off"),
     "far away": (header(tensors=tensor((4,), 0, offset=2**63), counts=(1, 0)), "the file is cut off"),
     "twice": (header(tensors=tensor((4,), 0) * 2, counts=(2, 0)) + bytes(64), "is there twice, or overlaps"),
+    "a later part": (
+        header(text("split.count") + struct.pack("<IH", 2, 7), counts=(0, 1)),
+        "is one of several parts",
+    ),
     "no architecture": (header(), "None of GGUF is not supported"),
 }
 

@@ -129,14 +129,14 @@ def _head_dim(config: Json) -> int:
 
 
 def _as_published(file: GgufFile) -> dict[str, Any]:
+    if file.values.get("split.count", 0) not in (0, 1):
+        raise ModelLoadError(f"{file.path} is one of several parts", fix="join them with llama-gguf-split --merge")
     name = file.values.get("general.architecture")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
         raise ModelLoadError(
             f"{file.path}: {shown(name)} of GGUF is not supported", fix=f"serve one of: {supported}, or safetensors"
         )
-    if file.values.get("split.count", 0) not in (0, 1):
-        raise ModelLoadError(f"{file.path} is one of several parts", fix="join them with llama-gguf-split --merge")
     own = {key.removeprefix(f"{name}."): value for key, value in file.values.items() if key.startswith(f"{name}.")}
     _refuse_others(file.path, own)
     config: dict[str, Any] = {"architectures": [_ARCHITECTURES[name]]}
