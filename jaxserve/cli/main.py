@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
@@ -10,7 +11,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from jaxserve.errors import ConfigError, UnexpectedEndError
@@ -115,6 +117,19 @@ def imported(name: str) -> Any:
         return importlib.import_module(name)
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def on_sigterm(act: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `act` at a SIGTERM, which Linux gives to the first process of a container only if there is a handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, act)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def describe(error: ConfigError | UnexpectedEndError) -> str:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -92,6 +93,19 @@ def test_signals_drain_and_say_so(
         signal.signal(signal.SIGHUP, before)
     what = "draining: 1 running, at most 30 s" if running else "stopping"
     assert f"jaxserve: {number.name}: {what}; a second signal ends it at once\n" in capsys.readouterr().err
+
+
+def test_sigterm_before_the_server_handles_signals() -> None:
+    """A handler is there: the first process of a container gets no signal without one, so a stop waited for a kill."""
+    script = """
+import os, signal
+from jaxserve.cli import start
+start.start_engine = lambda config: None
+start.imported = lambda module: os.kill(os.getpid(), signal.SIGTERM)
+start.run(["--store.path", "null"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr.endswith("jaxserve: SIGTERM: stopping\n"), done
 
 
 def test_a_background_response_outlives_a_drain_that_takes_too_long(tmp_path: Path) -> None:
