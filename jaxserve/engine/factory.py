@@ -45,7 +45,7 @@ from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numerics.numeric_check import check_numbers, serving_cases
-from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
+from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint, remove_unused
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import chosen_rounding, native_products
 from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
@@ -218,6 +218,7 @@ def make_runner(
     resolved = dataclasses.replace(resolved, normalize_embeddings=pooling.normalize)
     if config.cache.disk is not None:
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
+        remove_unused(config.cache.disk, config.mesh.replicas)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
     backend = None if loaded.config.bidirectional else get_backend(resolved.attention, mesh.platform)
     store: ProgramStorage | None = None

@@ -17,7 +17,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.pages.host_pool import HostPool, HostPools
-from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig, fingerprint
+from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig, fingerprint, remove_unused
 from jaxserve.types.step import PageMove
 from tests.waiting import wait_until
 
@@ -224,6 +224,22 @@ def test_a_model_without_windows_removes_the_pages_of_one_with_them(tmp_path: Pa
     first.close()
     HostPools(empty, [page, ()], (4, 0), PageFileConfig(tmp_path, "other")).close()
     assert [path.name for path in tmp_path.rglob("*.pages")] == ["other-4-1000.pages"]
+
+
+def test_files_of_another_number_of_engines_are_removed(tmp_path: Path) -> None:
+    def folders() -> set[str]:
+        return {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("*.pages")}
+
+    engines = [tmp_path / f"engine-{index}" for index in range(3)]
+    for folder in (tmp_path, tmp_path / "window", *engines, engines[2] / "window", tmp_path / "other"):
+        opened(folder).close()
+    remove_unused(engines[0], 2)
+    assert folders() == {"engine-0", "engine-1", "other"}
+    opened(tmp_path).close()
+    running = opened(engines[1])
+    remove_unused(tmp_path, 1)
+    assert folders() == {".", "engine-1", "other"}, "a running server keeps its file"
+    running.close()
 
 
 def test_a_slot_that_is_stored_twice_in_a_step_has_the_last_record(

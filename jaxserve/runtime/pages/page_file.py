@@ -183,6 +183,19 @@ def _begin(file: int, name: str) -> None:
     os.pwrite(file, _HEAD, 0)
 
 
+def remove_unused(directory: Path, replicas: int) -> None:
+    """Remove the page files that a server with another number of engines has left in `cache.disk`.
+
+    directory: of one engine. With several each has a folder engine-N of `cache.disk`, N from 0
+    """
+    kept = {f"engine-{index}" for index in range(replicas)} if replicas > 1 else set[str]()
+    root = directory.parent if kept else directory
+    folders = [folder for folder in root.glob("engine-*") if folder.name not in kept]
+    for folder in (*folders, root) if kept else folders:
+        remove_files(folder)
+        remove_files(folder / "window")
+
+
 def remove_files(directory: Path) -> None:
     """Remove the page files of a directory, if there is one that can be used, but not those of running servers."""
     with contextlib.suppress(CacheDirectoryError, OSError):
