@@ -24,6 +24,7 @@ from jaxserve.ops.linear.rounded import Device, rounds_form
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.quantized import BLOCK
 from jaxserve.runtime import kv_cache, memory
+from jaxserve.runtime.attention_sizes import compute_capability, fitted
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
 from jaxserve.runtime.fingerprint import describe
@@ -67,8 +68,8 @@ class RunnerSetup:
 
         Raises ConfigError if the attention backend cannot run here, or if a kernel does not reach all of a weight.
         """
-        backend = get_backend(config.attention, mesh.platform)
         attention = loaded.config.attention_layers
+        backend = fitted(get_backend(config.attention, mesh.platform), mesh.devices[0], attention)
         window = kv_cache.group_window(attention, config.max_model_len)
         layers = kv_cache.layer_caches(
             attention, backend, config.page_size, config.cache_dtype, mesh, windowed=window is not None
@@ -346,8 +347,7 @@ def _device(mesh: DeviceMesh) -> Device | None:
     """Return what `ops.linear.rounded` calls the devices of a mesh; None: it is not for them."""
     if mesh.platform == "tpu":
         return "tpu"
-    found = getattr(mesh.devices[0], "compute_capability", None)
-    capability = tuple(map(int, found.split("."))) if isinstance(found, str) else (0, 0)
+    capability = compute_capability(mesh.devices[0])
     if mesh.platform != "gpu" or capability < _FP8_SINCE:
         return None
     return "hopper" if capability == _HOPPER and _has_mosaic() else "gpu"
