@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.types.sampling import SamplingParams
+from tests.models.checkpoints import random_tensors, write_checkpoint
+from tests.models.families import CASES
 from tests.runtime.hand_scheduler import HandScheduler, Sequence
 
 V = 96
@@ -89,6 +94,14 @@ def test_on_a_runner_of_other_sizes(
     """Fewer slots, another page table width, other buckets: no bit depends on them."""
     other = make_runner(tiny_model, deterministic=True, max_num_seqs=3, max_model_len=104, max_num_batched_tokens=16)
     assert alone(other, 13) == reference
+
+
+def test_experts_of_a_token_alone(tmp_path: Path, mesh: DeviceMesh, make_runner: Callable[..., ModelRunner]) -> None:
+    """XLA sums a router's products of a single row in another order."""
+    directory = write_checkpoint(tmp_path, CASES["mixtral"], random_tensors(CASES["mixtral"], seed=3))
+    model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
+    runner = make_runner(model, deterministic=True, max_num_seqs=1, max_num_batched_tokens=8)
+    assert alone(runner, 1) == alone(runner, 8)
 
 
 def test_the_seed_still_matters(deterministic: ModelRunner, reference: tuple[object, ...]) -> None:
