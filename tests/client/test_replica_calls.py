@@ -117,6 +117,31 @@ def test_an_engine_that_sleeps_alone_gives_its_requests_to_the_others_and_gets_n
     run(test)
 
 
+def test_an_engine_that_alone_waits_for_a_pause_gives_its_requests_to_the_others() -> None:
+    """The other one was started again meanwhile, which gives the pause up."""
+
+    async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
+        async def call(method: str) -> None:
+            task = asyncio.create_task(engine.call(method))
+            await until(lambda: first.calls and second.calls)
+            first.answer({"paused": True, "finishing": False, "asleep": []})
+            second.answer({"paused": False, "finishing": False, "asleep": []})
+            await task
+
+        await call("finish")
+        assert await start_again(engine, second, 1) == []
+        tasks = [generate(engine, "a")]
+        await until(lambda: len(second.requests) == 1)
+        await call("resume")
+        tasks.append(generate(engine, "b"))
+        await until(lambda: len(first.requests) == 1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test)
+
+
 def test_a_new_engine_keeps_the_weights_of_an_update_that_ended_a_sleep() -> None:
     record = ControlRecord()
     record.note("sleep", {"level": 2}, ["kv_cache", "weights"])

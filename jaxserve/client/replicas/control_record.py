@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 Call = tuple[str, dict[str, Any]]
 
+PAUSED = "scheduling"  # vLLM's name beside those of what sleeps
+
 
 class ControlRecord:
     """The state that calls of engine_control.py have made."""
@@ -35,8 +37,9 @@ class ControlRecord:
 
     @property
     def asleep(self) -> frozenset[str]:
-        """What is not on the devices of a new engine after `calls`."""
-        return frozenset() if self._sleep is None else frozenset(self._sleep["tags"])
+        """What is not on the devices of a new engine after `calls`, and PAUSED if it is."""
+        tags = frozenset() if self._sleep is None else frozenset(self._sleep["tags"])
+        return tags if self._mode is None else tags | {PAUSED}
 
     def next_label(self) -> str:
         """Return the label that an engine gives to the next weights if the call has none."""
@@ -63,7 +66,7 @@ class ControlRecord:
             case "wake":
                 self._still_sleeps(result)
         if changes_weights(method):  # which puts them on the devices
-            self._still_sleeps(self.asleep - {"weights"})
+            self._still_sleeps(self.asleep - {"weights", PAUSED})
 
     def _still_sleeps(self, tags: Collection[str]) -> None:
         if self._sleep is not None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jaxserve.client.processes.link import EngineLink
 from jaxserve.client.processes.roles import Role
 from jaxserve.client.processes.supervisor import Death, EngineStatus, Supervisor
+from jaxserve.client.replicas.control_record import PAUSED
 from jaxserve.client.replicas.engine_calls import EngineCalls, changes_weights
 from jaxserve.client.sequences.sequence_sender import SequenceSender
 from jaxserve.client.sequences.sequence_table import LiveSequence, ReplicaShare, SequenceTable
@@ -44,7 +45,7 @@ class Replica:
     """The engine with this index.
 
     role: whether it computes prompts, produces tokens, or both. is_stale: it lacks the weights of the others, so it
-    gets no requests. asleep: what is not on its devices, so it gets none while another one is awake
+    gets no requests. asleep: what is not on its devices, and PAUSED; it gets none while another one is awake
     num_coming: sequences whose pages it reads, and which it will get
     """
 
@@ -88,9 +89,13 @@ class Replica:
         return self.sender.is_up and not (self.is_stale or self.sender.is_isolating or self.is_dead)
 
     def note_call(self, method: str, result: Any) -> None:
-        """Note what is on its devices after a call that it has carried out."""
+        """Note what is on its devices, and whether it runs, after a call that it has carried out."""
         if method in ("sleep", "wake"):
-            self.asleep = frozenset(result)
+            self.asleep = self.asleep & {PAUSED} | frozenset(result)
+        elif method in ("pause", "finish"):
+            self.asleep |= {PAUSED}
+        elif method == "resume":
+            self.asleep -= {PAUSED}
         elif changes_weights(method):
             self.asleep -= {"weights"}
 
