@@ -52,13 +52,13 @@ class Completion:
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    weight_versions: tuple[str, ...] = ()  # labels of the weights that made its tokens; empty: the first ones
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made its tokens or embedding; empty: the first
     embedding: bytes | None = None  # float32 [D], little-endian, if params.embed
     error: HTTPError | None = None  # why it failed; set with finish_reason error
 
     def add(self, output: RequestOutput) -> None:
         """Append one output of the sequence."""
-        if output.token_ids and self.weight_versions != output.weight_versions:
+        if (output.token_ids or output.embedding) and self.weight_versions != output.weight_versions:
             before = (self.weight_versions,) if self.token_ids else ()
             self.weight_versions = joined_versions(*before, output.weight_versions)
         self.text += output.text

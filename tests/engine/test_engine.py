@@ -303,3 +303,9 @@ def test_a_mesh_that_would_compute_everything_twice_is_refused() -> None:
         factory.build_engine(Config.model_validate({"mesh": {"data": 2}}), lambda message: None)
     with pytest.raises(ConfigError, match=r"mesh\.replicas is for servers"):
         TextEngine(config=Config.model_validate({"mesh": {"replicas": 2}}))
+
+
+def test_an_embedding_has_the_label_of_its_weights() -> None:
+    completion = Completion()
+    completion.add(RequestOutput("r", 0, embedding=b"1234", weight_versions=("step 2",)))
+    assert completion.weight_versions == ("step 2",)
