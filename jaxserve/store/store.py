@@ -152,9 +152,10 @@ class Store:
             # A full disk has no room to record the deletion before the bytes are removed.
             if not await self._database.read(files.may_remove, file_id, self.now(), owner):
                 raise
-            await asyncio.to_thread(self._unlink_files, [file_id])
+            _raise_of(await asyncio.to_thread(self._unlink_files, [file_id]))
             await self._database.write(files.delete_file, file_id, self.now(), owner)
-        await self._remove_bytes()
+        left = await self._remove_bytes()
+        _raise_of({name: error for name, error in left.items() if name == file_id})
 
     async def open_file(self, file_id: str, *, owner: str | None = None) -> tuple[FileRecord, BinaryIO]:
         """Return the file and its bytes, which stay readable if it is deleted meanwhile. The caller closes them.
@@ -273,26 +274,33 @@ class Store:
         """Remove expired and deleted files, published results, old idempotency keys and expired responses."""
         now = self.now()
         await self._database.write(files.hide_expired, now)
-        await self._remove_bytes()
+        left = await self._remove_bytes()
         while await self._database.write(batches.drop_published_results, SWEEP_ROWS) == SWEEP_ROWS:
             pass
         await self._database.write(files.forget_tombstones, now)
         await self._database.write(batches.forget_replies, now)
         await self.responses.sweep()
+        _raise_of(left)
 
-    async def _remove_bytes(self) -> None:
-        """Remove the bytes, then record that. A crash between the two is repaired at the next start."""
+    async def _remove_bytes(self) -> dict[str, StorageError]:
+        """Remove the bytes, then record that. A crash between the two is repaired at the next start.
+
+        Returns the files that could not be removed: the next call tries again.
+        """
         removable = await self._database.read(files.removable)
-        if removable:
-            await asyncio.to_thread(self._unlink_files, removable)
-            await self._database.write(files.mark_removed, removable)
+        left = await asyncio.to_thread(self._unlink_files, removable) if removable else {}
+        if removed := [file_id for file_id in removable if file_id not in left]:
+            await self._database.write(files.mark_removed, removed)
+        return left
 
-    def _unlink_files(self, file_ids: list[str]) -> None:
-        try:
-            for file_id in file_ids:
+    def _unlink_files(self, file_ids: list[str]) -> dict[str, StorageError]:
+        left: dict[str, StorageError] = {}
+        for file_id in file_ids:
+            try:
                 self.disk.unlink(self._files / file_id)
-        except OSError as error:
-            raise storage_error(error) from error
+            except OSError as error:
+                left[file_id] = storage_error(error)
+        return left
 
     async def close(self) -> None:
         await asyncio.to_thread(self._database.close)
@@ -325,6 +333,12 @@ class Upload:
     async def discard(self) -> None:
         """Drop the upload. May be called at any time except after a successful `finish`."""
         await asyncio.to_thread(self._file.discard, published=True)
+
+
+def _raise_of(left: dict[str, StorageError]) -> None:
+    """Raise the first of the errors of files that could not be removed."""
+    for error in left.values():
+        raise error
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.errors import InvalidValueError, NotFoundError
+from jaxserve.errors import InvalidValueError, NotFoundError, StorageError
 from jaxserve.store import Store
 from tests.store.helpers import DAY, FakeClock, content, create, new_batch, upload
 
@@ -71,6 +71,27 @@ def test_an_expired_file_is_hidden_at_once_and_swept_later(store: Store, clock: 
         assert bytes_on_disk(tmp_path) == {file.id, kept.id}
         await store.sweep()
         assert bytes_on_disk(tmp_path) == {kept.id}
+
+    asyncio.run(main())
+
+
+def test_a_file_that_cannot_be_removed_holds_up_no_other(store: Store, clock: FakeClock, tmp_path: Path) -> None:
+    async def main() -> None:
+        files = [await upload(store, expires=3600) for _ in range(3)]
+        stuck = tmp_path / "store" / "files" / files[0].id
+        stuck.unlink()
+        stuck.mkdir()  # which no unlink removes
+        with pytest.raises(StorageError):
+            await store.delete_file(files[0].id)
+        await store.delete_file(files[1].id)
+        clock.now += 3600
+        with pytest.raises(StorageError):
+            await store.sweep()
+        assert bytes_on_disk(tmp_path) == {files[0].id}
+        stuck.rmdir()
+        stuck.touch()
+        await store.sweep()
+        assert bytes_on_disk(tmp_path) == set()
 
     asyncio.run(main())
 
