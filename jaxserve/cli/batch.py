@@ -151,13 +151,16 @@ async def _run_here(batch: OfflineBatch, endpoint: str, config: Config) -> Batch
 
 async def _start(engine: AsyncEngine) -> None:
     starting = asyncio.create_task(engine.start())
-    with StartProgress() as progress:
-        while not starting.done():
-            change = asyncio.ensure_future(engine.next_status())
-            await asyncio.wait((starting, change), return_when=asyncio.FIRST_COMPLETED)
-            if change.done():
-                progress.show(change.result())
-            change.cancel()
+    try:
+        with StartProgress() as progress:
+            while not starting.done():
+                change = asyncio.ensure_future(engine.next_status())
+                await asyncio.wait((starting, change), return_when=asyncio.FIRST_COMPLETED)
+                if change.done():
+                    progress.show(change.result())
+                change.cancel()
+    finally:
+        starting.cancel()  # Ctrl-C: nobody would read its error
     await starting
 
 

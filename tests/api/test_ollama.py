@@ -214,9 +214,10 @@ def test_errors_are_a_text(server: LiveServer, path: str, body: dict[str, Any], 
 
 def test_a_web_page_must_declare_json(server: LiveServer) -> None:
     """A form that any page may post needs no preflight, so its Origin header gives it away."""
-    headers = {"origin": "http://elsewhere.example", "content-type": "text/plain"}
     body = json.dumps({"model": "demo", "prompt": "x"}).encode()
-    assert server.http.post("/api/generate", content=body, headers=headers).status_code == 400
+    for origin, status in (("http://elsewhere.example", 403), (server.url, 400)):
+        headers = {"origin": origin, "content-type": "text/plain"}
+        assert server.http.post("/api/generate", content=body, headers=headers).status_code == status
     assert not server.link.seen
 
 

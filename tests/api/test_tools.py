@@ -65,6 +65,22 @@ def joined(parts: list[Any]) -> dict[str, Any]:
     return {"content": content, "reasoning": reasoning, "calls": [tuple(call) for call in calls]}
 
 
+def test_the_format_of_calls_is_that_of_the_template_for_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hermes 2 Pro's: the default template says nothing of calls, which were left in the text."""
+    with LiveServer() as server:
+        tokenizer = server.engine.tokenizer
+        for_tools = tokenizer.chat_templates["default"]
+        default = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        monkeypatch.setattr(tokenizer, "chat_templates", {"default": default, "tool_use": for_tools})
+        reply_with(server, CALL)
+        body = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER]}
+        for choice in ("auto", "required"):
+            answer = server.post("/v1/chat/completions", body | {"tool_choice": choice}).json()["choices"][0]
+            assert answer["message"]["tool_calls"][0]["function"]["name"] == "weather", answer
+        grammar = server.link.seen[-1].params.grammar
+        assert grammar is not None and f"<[{tokenizer.backend.token_to_id('<tool_call>')}]>" in grammar.source
+
+
 def test_a_call(server: LiveServer, client: Any) -> None:
     reply_with(server, CALL)
     whole, chunks = both(client, tools=[WEATHER])

@@ -198,6 +198,7 @@ def test_where_the_template_comes_from(tmp_path: Path, shared_data: Any) -> None
     tokenizer.chat_templates = {"default": "D", "tool_use": "T"}
     both = Renderer.load(tokenizer)
     assert (rendered(both), rendered(both, tools=[{"type": "function"}])) == ("D", "T")
+    assert both is not None and (own.tools_source, both.source, both.tools_source) == (own.source, "D", "T")
 
 
 @pytest.mark.parametrize(

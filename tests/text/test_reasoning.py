@@ -215,6 +215,9 @@ def test_names_of_other_servers() -> None:
     assert choose_parsers(None, tool="qwen25", reasoning="deepseek-r1") == ParserChoice("hermes", "deepseek_r1")
     assert choose_parsers("<tool_call></think>", tool="none", reasoning="none") == ParserChoice()
     assert choose_parsers("plain") == choose_parsers(None) == ParserChoice()
+    assert (
+        choose_parsers("plain</think>", "<tool_call>").tool == choose_parsers("<tool_call>", "plain").tool == "hermes"
+    )
     with pytest.raises(ConfigError, match="tool_parser") as caught:
         choose_parsers(None, tool="qwen26")
     assert "hermes" in str(caught.value.fix)

@@ -53,7 +53,7 @@ def _without_calls(state: ServerState) -> Constraint | None:
 
 
 def _model(state: ServerState) -> CallModel:
-    template = state.chat_template.source if state.chat_template is not None else ""
+    template = state.chat_template.tools_source if state.chat_template is not None else ""
     return CallModel(state.parsers.tool, template, special_tokens(state.engine.tokenizer))
 
 

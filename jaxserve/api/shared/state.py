@@ -225,9 +225,9 @@ class ServerState:
     @cached_property
     def parsers(self) -> ParserChoice:
         """Return the parsers of the model's output, chosen by name or from the chat template."""
-        source = self.chat_template.source if self.chat_template is not None else None
-        model = self.config.model
-        return choose_parsers(source, tool=model.tool_parser, reasoning=model.reasoning_parser)
+        template, model = self.chat_template, self.config.model
+        sources = () if template is None else (template.source, template.tools_source)
+        return choose_parsers(*sources, tool=model.tool_parser, reasoning=model.reasoning_parser)
 
     @cached_property
     def reasoning_fields(self) -> tuple[str, ...]:

@@ -86,12 +86,18 @@ class ParserChoice:
         return tuple(i for i in ids if i is not None and i in tokenizer.special_ids)
 
 
-def choose_parsers(template: str | None, *, tool: str = "auto", reasoning: str = "auto") -> ParserChoice:
+def choose_parsers(
+    template: str | None = None, for_tools: str | None = None, *, tool: str = "auto", reasoning: str = "auto"
+) -> ParserChoice:
     """Resolve `model.tool_parser` and `model.reasoning_parser`: a name that SGLang's or vLLM's users know, "auto"
-    (by the chat template's text) or "none". Raises ConfigError naming the known ones."""
+    (by the chat template's text) or "none". Raises ConfigError naming the known ones.
+
+    for_tools: the template of requests with tools, if it is another one
+    """
+    calls = tool_format_of_template(for_tools or "") or tool_format_of_template(template or "")
     known_reasoning = {name: name for name in (*REASONING_FAMILIES, "harmony")} | REASONING_ALIASES
     return ParserChoice(
-        tool=_resolve(tool, known_tool_formats(), tool_format_of_template(template or ""), "tool_parser"),
+        tool=_resolve(tool, known_tool_formats(), calls, "tool_parser"),
         reasoning=_resolve(reasoning, known_reasoning, reasoning_of_template(template or ""), "reasoning_parser"),
     )
 

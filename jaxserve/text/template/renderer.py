@@ -17,7 +17,8 @@ class Renderer:
     """The chat template of one server.
 
     Attributes:
-        source: the template's text (parsers of the output are chosen by it)
+        source: the template's text (the parser of the reasoning is chosen by it)
+        tools_source: the text of that for requests with tools (the format of calls is chosen by it)
         process: the worker; it is started when it is first needed
         long_process: the worker of long conversations, which take up to a second each; likewise
     """
@@ -25,6 +26,7 @@ class Renderer:
     def __init__(self, source: str, tools_source: str | None, tokenizer: Tokenizer) -> None:
         """Raises ConfigError for a template that cannot be compiled."""
         self.source = source
+        self.tools_source = tools_source or source
         special = tokenizer.special_tokens_map()
         self._shield = Shield(tokenizer.special_texts)
         self._plain = ChatTemplate.load_plain(source, tools_source=tools_source, special_tokens=special)
