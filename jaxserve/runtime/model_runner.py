@@ -197,8 +197,7 @@ class ModelRunner:
     def num_compiles(self) -> int:
         """Return the XLA compilations in this process since the runner was ready. It must stay 0 while serving.
 
-        Those of the programs of `late` and of other engines are not counted, nor the page programs, which are compiled
-        at their first use.
+        Programs of `late` and of other engines do not count, nor page programs, which are compiled at their first use.
         """
         return self._counter.count - self.pages.num_compiles
 
