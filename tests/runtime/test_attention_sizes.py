@@ -19,7 +19,7 @@ def test_wide_heads_fit_into_the_shared_memory_of_each_gpu() -> None:
         tuning = fitted(backend, SimpleNamespace(compute_capability=capability), layers).tuning  # type: ignore[attr-defined]
         return tuning.extend_tile, tuning.extend_stages
 
-    # By ptxas for compute capability 8.9 and head_dim 256: 172,544 bytes with the default, and 69,760.
+    # Compiled for compute capability 8.9 and head_dim 256, XLA asks for 172,544 bytes with the default, and 69,760.
     for small in ("8.0", "8.6", "8.9", "12.0"):
         assert tile_and_stages(small, narrow, wide) == (32, 4)
         assert tile_and_stages(small, narrow, latent) == (64, 5)
