@@ -24,7 +24,7 @@ from jaxserve.ops.linear.rounded import Device, rounds_form
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.quantized import BLOCK
 from jaxserve.runtime import kv_cache, memory
-from jaxserve.runtime.attention_sizes import compute_capability, fitted
+from jaxserve.runtime.compilation.attention_sizes import compute_capability, fitted
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
 from jaxserve.runtime.fingerprint import describe

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.ops.paged_attention import get_backend
-from jaxserve.runtime.attention_sizes import fitted
+from jaxserve.runtime.compilation.attention_sizes import fitted
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

@@ -82,7 +82,7 @@ class _Header:
         return self._data[begin : self.position].decode() if size <= _LONGEST_TEXT else f"a text of {size} bytes"
 
     def value(self) -> Any:
-        """Read a value after its type."""
+        """Read a value after its type. Raises ValueError if arrays have too many texts."""
         kind = self.number("I")
         if kind != _ARRAY:
             return self.text() if kind == _STRING else self.number(_number_form(kind))
