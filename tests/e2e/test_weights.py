@@ -89,12 +89,13 @@ def as_at_the_start(engine: Engine, originals: list[Any]) -> Iterator[None]:
     assert engine.core.scheduler.stats().num_pages_held == 0
 
 
+TABLE = "model.embed_tokens.weight"
 UPDATES: dict[str, Callable[[Engine, Path], Any]] = {
     "names": lambda engine, _: engine.update_weights(tensors(1)),
     "pairs": lambda engine, _: engine.update_weights(iter(tensors(1).items()), delete_old=False),
     "directory": lambda engine, path: engine.control.update_from_directory(str(path)),
     "file": lambda engine, path: engine.control.update_from_file(str(path / "model.safetensors")),
-    "tied": lambda engine, _: engine.update_weights(tensors(1) | {"lm_head.weight": np.zeros((2048, 256), np.float32)}),
+    "tied": lambda engine, _: engine.update_weights(tensors(1) | {"lm_head.weight": tensors(1)[TABLE]}),
 }
 
 
@@ -120,6 +121,7 @@ BAD: dict[str, Callable[[Tensors], Any]] = {
     "missing": lambda t: {name: t[name] for name in list(t)[:-1]},
     "shape": lambda t: t | {"model.norm.weight": t["model.norm.weight"][:-1]},
     "no arrays": lambda t: dict.fromkeys(t, 1.0),
+    "another head than the tied one": lambda t: t | {"lm_head.weight": np.zeros_like(t[TABLE])},
     "version": lambda t: t,
     "mode": lambda t: t,
 }
