@@ -199,7 +199,7 @@ class ModelRunner:
 
         Programs of `late` and of other engines do not count, nor page programs, which are compiled at their first use.
         """
-        return self._counter.count - self.pages.num_compiles
+        return self._counter.count
 
     @functools.cached_property
     def decode_fn(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
-from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all
+from jaxserve.runtime.compilation.compiler import Program, compile_all
 
 Caches = tuple[Any, ...]  # the KV cache: Pages of each layer
 TRANSFER_PAGES = (8, 64)  # pages per dispatch of export and import
@@ -25,8 +25,7 @@ HostPages = np.ndarray | ScaledPages  # whose arrays are numpy's
 class PageTransfer:
     """The page programs of a runner. programs: all of them. compiled: those compiled at the start, by name.
 
-    num_pages      of each layer group
-    num_compiles   XLA compilations of these programs so far
+    num_pages: of each layer group
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class PageTransfer:
         num_pages: Sequence[int],
         compiled: Mapping[str, jax.stages.Compiled],
     ) -> None:
-        self.num_compiles = 0
         self._programs = programs
         self._num_pages = tuple(num_pages)
         self._compiled = dict(compiled)
@@ -74,9 +72,7 @@ class PageTransfer:
     def _run(self, name: str, *args: Any) -> Any:
         if name not in self._compiled:
             wanted = [program for program in self._programs() if program.name == name]
-            with CompileCounter() as counter:
-                self._compiled |= compile_all(wanted)
-            self.num_compiles += counter.count
+            self._compiled |= compile_all(wanted)
         return self._compiled[name](*args)
 
     def _chunks(self, page_ids: Sequence[int], group: int) -> Iterator[tuple[np.ndarray, int]]:
