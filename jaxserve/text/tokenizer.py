@@ -13,7 +13,6 @@ Use:
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from collections.abc import Sequence
@@ -26,15 +25,14 @@ from tokenizers import normalizers
 from tokenizers.models import BPE
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import MAX_BYTES, MAX_TEMPLATE_BYTES, read_object, read_text
-from jaxserve.text.regex_guard import check_pattern
+from jaxserve.model_files import MAX_BYTES, MAX_TEMPLATE_BYTES, gguf_file, read_object, read_text
+from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.text.shield import SHIELD, Shield
+from jaxserve.text.tokenizer_limits import refuse_costly
 
 LONG_TEXT = 4096  # characters
-MAX_VOCABULARY = 2**22  # the largest published vocabulary has 262,144
-MAX_ADDED = 2**15  # tokens; published tokenizers have 6,500 at most, and ten times as many take seconds to look for
-MAX_GROWTH = 64  # of a text in the normalizer; sentencepiece's sign for a space is one character
-MAX_FRAME_IDS = 256  # that the post-processor puts around a text
+
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 
 DecoderKind = Literal["byte_level", "byte_fallback", "other"]
 
@@ -86,14 +84,27 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
-        """Read a model directory, or that of a GGUF file. Raises ModelLoadError with the missing or damaged file."""
-        path = Path(path).parent if Path(path).is_file() else Path(path)
+        """Read a model directory, that of a GGUF file, or without files of a tokenizer there the GGUF file itself.
+
+        Raises ModelLoadError with the missing or damaged file.
+        """
+        given, path = Path(path), Path(path).parent if Path(path).is_file() else Path(path)
+        if not any((path / name).is_file() for name in _VOCABULARIES) and (file := gguf_file(given)) is not None:
+            return cls._from_gguf(file)
         config = _read_json(path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # an older form, whose special tokens are in a file of their own
             config |= _special_tokens(path / "special_tokens_map.json")
         eos_ids = _eos_ids(path / "generation_config.json") + _eos_ids(path / "config.json")
         templates = _chat_templates(path, config)
         return cls(_load_backend(path), config, chat_templates=templates, extra_eos_ids=eos_ids)
+
+    @classmethod
+    def _from_gguf(cls, file: Path) -> Self:
+        """Read the tokenizer inside a GGUF file. A chat template in a file beside it wins over those inside."""
+        found = read_gguf_tokenizer(file)
+        refuse_costly(found.backend, file)
+        templates = _checked(file, found.chat_templates) | _chat_templates(file.parent, {})
+        return cls(found.backend, found.config, chat_templates=templates, extra_eos_ids=found.end_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, plain: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -267,10 +278,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
-    try:
-        _check_backend(backend)
-    except ValueError as error:
-        raise ModelLoadError(f"{file} is not served: {error}") from error
+    refuse_costly(backend, file)
     return _lowercased(backend, path / "sentence_bert_config.json")
 
 
@@ -282,56 +290,9 @@ def _lowercased(backend: tokenizers.Tokenizer, settings: Path) -> tokenizers.Tok
     return backend
 
 
-def _check_backend(backend: tokenizers.Tokenizer) -> None:
-    """Raise ValueError if the tokenizer can take too much time or memory, or can make ids outside the vocabulary."""
-    parts = _parts(backend)
-    steps = [step for part in parts.values() for step in _steps(part)]
-    for step in steps:
-        pattern = step.get("pattern")
-        if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
-            try:
-                check_pattern(pattern["Regex"])
-            except ValueError as error:
-                raise ValueError(f"the pattern {pattern['Regex'][:60]!r} may take very long: {error}") from None
-    grown = [len(step.get("content") or "") for step in _steps(parts["normalizer"]) if step.get("type") == "Replace"]
-    if math.prod(max(1, size) for size in grown) > MAX_GROWTH:
-        raise ValueError(f"its normalizer may make a text {MAX_GROWTH} times as long and more")
-    added = [i for step in steps for token in _tokens(step) for i in token.get("ids") or ()]
-    size = max(backend.get_vocab_size(with_added_tokens=True), *backend.get_added_tokens_decoder(), 0) + 1
-    if len(added) > MAX_FRAME_IDS or any(not 0 <= i < size for i in added):
-        raise ValueError("its post-processor adds ids that are not in the vocabulary, or too many")
-    if len(backend.get_added_tokens_decoder()) > MAX_ADDED:
-        raise ValueError(f"it has more than {MAX_ADDED} added tokens")
-    if size > MAX_VOCABULARY:
-        raise ValueError(f"its token ids reach {size}, and {MAX_VOCABULARY} is the limit")
-
-
-def _parts(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return the JSON of everything but the vocabulary, which may have megabytes."""
-    blank = tokenizers.Tokenizer(BPE())
-    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        part = getattr(backend, name)
-        if part is not None:
-            setattr(blank, name, part)
-    return json.loads(blank.to_str())
-
-
-def _steps(part: Any) -> list[dict[str, Any]]:
-    """Return a step and, if it is a Sequence, the steps inside it."""
-    if not isinstance(part, dict):
-        return []
-    lists = [part.get(name) or [] for name in ("normalizers", "pretokenizers", "processors", "decoders")]
-    return [part, *(step for each in lists for inner in each for step in _steps(inner))]
-
-
-def _tokens(step: dict[str, Any]) -> list[dict[str, Any]]:
-    special = step.get("special_tokens") if step.get("type") == "TemplateProcessing" else None
-    return list(special.values()) if isinstance(special, dict) else []
-
-
 def _convert_backend(path: Path) -> tokenizers.Tokenizer:
     """Older forms (vocab.json with merges.txt, tokenizer.model) are converted by transformers."""
-    if not any((path / name).is_file() for name in ("vocab.json", "tokenizer.model", "vocab.txt")):
+    if not any((path / name).is_file() for name in _VOCABULARIES):
         raise ModelLoadError(f"no tokenizer.json in {path}", fix="name a directory with one, or set model.tokenizer")
     from transformers import AutoTokenizer  # noqa: PLC0415  # takes 2 s to import and is rarely needed
 
@@ -354,6 +315,11 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     templates |= {name: read_text(file, MAX_TEMPLATE_BYTES) for name, file in files.items() if file.is_file()}
+    return _checked(path, templates)
+
+
+def _checked(path: Path, templates: dict[str, str]) -> dict[str, str]:
+    """Return the templates. Raises ModelLoadError for one that takes seconds to compile."""
     for template in templates.values():
         if len(template) > MAX_TEMPLATE_BYTES:
             raise ModelLoadError(f"{path}: a chat template has more than {MAX_TEMPLATE_BYTES} characters")

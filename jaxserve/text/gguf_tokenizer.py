@@ -1,0 +1,205 @@
+"""The tokenizer inside a GGUF file, as one of the tokenizers library, with its chat templates.
+
+Two kinds are read. `llama` is sentencepiece's BPE: pairs of pieces are joined in the order of the joined piece's score,
+and what no piece covers becomes bytes. `gpt2` is BPE of bytes with a list of merges; `tokenizer.ggml.pre` names how a
+text is cut into words before. The cuts are those of the tokenizers that models of that name were published with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from jaxserve.gguf_header import open_header
+
+_PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+_ARRAYS = frozenset(_PREFIX + name for name in ("tokens", "token_type", "scores", "merges"))
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6 is a byte
+_SPACE = "▁"
+_ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_ENDS = ("eos", "eot", "eom")
+_CONFIG_NAMES = MappingProxyType({"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"})
+_ADVICE = "put the model's tokenizer.json beside it, or set model.tokenizer"
+_MAX_CHARACTERS = 2**24  # of all pieces together; 260,000 have 2 million
+_LONGEST_PIECE = 256  # characters; sentencepiece's own limit is 16, and runs of spaces have 64
+
+_ENDING = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDING
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+) + _ENDING
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a text becomes words. pattern: of a word; None: GPT-2's. digits: each is a word of its own before that.
+
+    whole_words: a word of the vocabulary is a token, whatever the merges make of it. nfc: the text is composed first.
+    adds_bos: a prompt begins with BOS unless the file says otherwise.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    whole_words: bool = False
+    nfc: bool = False
+    adds_bos: bool = False
+
+    def steps(self) -> pre_tokenizers.PreTokenizer:
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+        if self.pattern is not None:
+            steps.append(pre_tokenizers.Split(Regex(self.pattern), "isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None))
+        return pre_tokenizers.Sequence(steps)  # type: ignore[return-value]
+
+
+_LLAMA3_CUT = _Cut(_LLAMA3 % r"\p{N}{1,3}", whole_words=True, adds_bos=True)
+_QWEN2_CUT = _Cut(_LLAMA3 % r"\p{N}", nfc=True)
+_CUTS = MappingProxyType(
+    {
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_CUT),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_CUT),
+        "tekken": _Cut(_TEKKEN, whole_words=True, adds_bos=True),
+        "smollm": _Cut(digits=True),
+        "gpt-2": _Cut(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """config: special tokens as tokenizer_config.json names them. end_ids: token ids that end an output."""
+
+    backend: tokenizers.Tokenizer
+    config: dict[str, Any]
+    chat_templates: dict[str, str]
+    end_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """values: the metadata below `tokenizer.ggml`. tokens, types: by token id. ids: by text. roles: id by role."""
+
+    values: Mapping[str, Any]
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+    roles: dict[str, int]
+
+    def text(self, role: str) -> str | None:
+        return self.tokens[self.roles[role]] if role in self.roles else None
+
+    def of_types(self, *types: int) -> list[str]:
+        return [text for text, kind in zip(self.tokens, self.types, strict=True) if kind in types]
+
+
+def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
+    """Read a file's tokenizer. Raises ModelLoadError if it has none, or one that is damaged or of another kind."""
+    with open_header(path) as header:
+        _, num_values = header.counts()
+        values = header.values(num_values, _ARRAYS)
+        vocabulary = _vocabulary({key.removeprefix(_PREFIX): value for key, value in values.items()})
+        try:
+            backend = _of_bytes(vocabulary) if values[f"{_PREFIX}model"] == "gpt2" else _of_pieces(vocabulary)
+        except ValueError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"its tokenizer cannot be made: {error}") from error
+    for special, types in ((True, (_UNKNOWN, _CONTROL)), (False, (_USER_DEFINED,))):
+        texts = vocabulary.of_types(*types)
+        backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
+    config = {f"{name}_token": vocabulary.text(role) for name, role in _CONFIG_NAMES.items()}
+    ends = tuple(vocabulary.roles[role] for role in _ENDS if role in vocabulary.roles)
+    return GgufTokenizer(backend, config, _templates(values), ends)
+
+
+def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
+    """Check the tokens, their types and their roles. Raises ValueError if there are none of a known kind."""
+    kind, tokens = values.get("model"), values.get("tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ValueError(f"it has no tokenizer: {_ADVICE}")
+    if kind not in ("llama", "gpt2"):
+        raise ValueError(f"its tokenizer {str(kind)[:40]!r} is not read: {_ADVICE}")
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+    ids = {token: i for i, token in enumerate(tokens)}
+    types = values.get("token_type", [_NORMAL] * len(tokens))
+    if len(ids) < len(tokens) or not isinstance(types, list) or len(types) != len(tokens):
+        raise ValueError("its tokenizer has a token twice, or other types than tokens")
+    roles = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}  # where the file does not say
+    roles |= {role: values[f"{role}_token_id"] for role in _ROLES if f"{role}_token_id" in values}
+    roles = {role: i for role, i in roles.items() if type(i) is int and 0 <= i < len(tokens)}
+    return _Vocabulary(values, tokens, types, ids, roles)
+
+
+def _of_bytes(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    name, merges = str(vocabulary.values.get("pre")), vocabulary.values.get("merges")
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise ValueError("its tokenizer has no merges")
+    if name not in _CUTS:
+        raise ValueError(f"its tokenizer cuts words as {name[:40]!r} (read: {', '.join(_CUTS)}): {_ADVICE}")
+    cut = _CUTS[name]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    backend = tokenizers.Tokenizer(BPE(vocabulary.ids, pairs, ignore_merges=cut.whole_words))
+    if cut.nfc:
+        backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    backend.pre_tokenizer = cut.steps()  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    _add_frame(backend, vocabulary, bos=cut.adds_bos)
+    return backend
+
+
+def _of_pieces(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    unknown = vocabulary.text("unknown")
+    model = BPE(vocabulary.ids, _joins(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    spaced = vocabulary.values.get("add_space_prefix", True) is True
+    before: list[Any] = [normalizers.Prepend(_SPACE)] if spaced else []
+    after: list[Any] = [decoders.Strip(" ", 1, 0)] if spaced else []
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])  # type: ignore[assignment]
+    backend.decoder = decoders.Sequence(  # type: ignore[assignment]
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
+    _add_frame(backend, vocabulary, bos=True)
+    return backend
+
+
+def _joins(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the pairs of pieces that are joined, in the order of the joined piece's score. Raises ValueError."""
+    ids, scores = vocabulary.ids, vocabulary.values.get("scores")
+    if not isinstance(scores, list) or len(scores) != len(ids):
+        raise ValueError("its tokenizer has no scores")
+    pieces = vocabulary.of_types(_NORMAL, _UNUSED)
+    if max(map(len, pieces), default=0) > _LONGEST_PIECE or sum(map(len, pieces)) > _MAX_CHARACTERS:
+        raise ValueError("its tokenizer has pieces that are too long")
+    found = []
+    for piece in pieces:
+        halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        found += [(-scores[ids[piece]], ids[a], ids[b], a, b) for a, b in halves if a in ids and b in ids]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_frame(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, *, bos: bool) -> None:
+    """Let the tokenizer put BOS before a text and EOS behind it as the file says. bos: if it does not say."""
+    wanted = {"bos": vocabulary.values.get("add_bos_token", bos), "eos": vocabulary.values.get("add_eos_token", False)}
+    roles = [role for role, is_wanted in wanted.items() if is_wanted is True and role in vocabulary.roles]
+    if roles:
+        parts = [part for part in ("bos", "$A", "eos") if part in roles or part == "$A"]
+        names = [{"id": role, "ids": [vocabulary.roles[role]], "tokens": [vocabulary.text(role)]} for role in roles]
+        frame = processors.TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=names)
+        backend.post_processor = frame  # type: ignore[assignment]
+
+
+def _templates(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name."""
+    keys = [key for key in values if key.startswith(f"{_TEMPLATE}.")]
+    found = {key.removeprefix(f"{_TEMPLATE}."): values[key] for key in keys} | {"default": values.get(_TEMPLATE)}
+    return {name: template for name, template in found.items() if isinstance(template, str)}
