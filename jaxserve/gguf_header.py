@@ -23,7 +23,13 @@ _SMALLEST = 24  # bytes of a file without tensors and values
 _LARGEST_HEADER = 100_000_000  # bytes; a vocabulary of 260,000 tokens with its merges has 10 million
 _LONGEST_TEXT = 2**20  # bytes; published templates have at most 20 kB
 _MAX_VALUES, _MAX_TENSORS = 2**16, 2**14  # the largest published models have 1,200 tensors
-_MAX_TEXTS = 2**21  # of all arrays; 260,000 tokens and their merges are 700,000
+_MAX_ITEMS = 2**21  # of all arrays; 260,000 tokens, their scores and types and as many pairs that merge are 1.1 million
+
+
+class Omitted(str):
+    """Stands for a value that is not kept, and says how large it is."""
+
+    __slots__ = ()
 
 
 class Header:
@@ -32,7 +38,7 @@ class Header:
     def __init__(self, data: mmap.mmap, end: int) -> None:
         self._data = data
         self._end = end
-        self._texts = 0  # of the arrays
+        self._items = 0  # of the arrays that are texts or kept
         self.position = 4
 
     def counts(self) -> tuple[int, int]:
@@ -47,8 +53,8 @@ class Header:
     def values(self, count: int, arrays: Container[str] = ()) -> dict[str, Any]:
         """Read `count` values by their keys.
 
-        arrays: keys whose arrays are returned as lists. Other arrays, and texts of more than a megabyte, become texts
-        that say how long they are. Raises ValueError for a key that is there twice.
+        arrays: keys whose arrays are returned as lists. Other arrays, and texts of more than a megabyte, become
+        Omitted. Raises ValueError for a key that is there twice.
         """
         values: dict[str, Any] = {}
         for _ in range(count):
@@ -68,18 +74,21 @@ class Header:
 
     def text(self) -> str:
         begin = self._skip(size := self.number("Q"))
-        return self._data[begin : self.position].decode() if size <= _LONGEST_TEXT else f"a text of {size} bytes"
+        if size > _LONGEST_TEXT:
+            return Omitted(f"a text of {size} bytes")
+        return self._data[begin : self.position].decode()
 
     def _value(self, keep: bool) -> Any:
-        """Read a value after its type. Raises ValueError if arrays have too many texts."""
+        """Read a value after its type. Raises ValueError if arrays have too many texts, or too many items to keep."""
         kind = self.number("I")
         if kind != _ARRAY:
             return self.text() if kind == _STRING else self.number(_number_form(kind))
         kind, count = self.number("I"), self.number("Q")
+        if kind == _STRING or keep:
+            self._items += count
+            if self._items > _MAX_ITEMS:
+                raise ValueError(f"its arrays have more than {_MAX_ITEMS} texts or numbers")
         if kind == _STRING:
-            self._texts += count
-            if self._texts > _MAX_TEXTS:
-                raise ValueError(f"its arrays have more than {_MAX_TEXTS} texts")
             if keep:
                 return [self.text() for _ in range(count)]
             for _ in range(count):
@@ -88,7 +97,7 @@ class Header:
             return list(self.numbers(_number_form(kind), count))
         else:
             self._skip(count * struct.calcsize(f"<{_number_form(kind)}"))
-        return f"an array of {count}"
+        return Omitted(f"an array of {count}")
 
     def _skip(self, count: int) -> int:
         """Skip bytes and return where they begin."""

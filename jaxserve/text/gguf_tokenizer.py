@@ -17,7 +17,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from jaxserve.gguf_header import open_header
+from jaxserve.gguf_header import Omitted, open_header
+from jaxserve.text.tokenizer_limits import MAX_ADDED
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -26,9 +27,12 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of 
 _SPACE = "▁"
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _ENDS = ("eos", "eot", "eom")
+# a file names one id where generation_config.json of Qwen and Llama 3 lists several
+_END_TEXTS = frozenset({"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"})
 _CONFIG_NAMES = MappingProxyType({"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"})
 _ADVICE = "put the model's tokenizer.json beside it, or set model.tokenizer"
-_MAX_CHARACTERS = 2**24  # of all pieces together; 260,000 have 2 million
+_MAX_CHARACTERS = 2**22  # of all pieces together; 260,000 have 2 million
+_MAX_JOINS = 2**20  # pairs; 260,000 pieces have 580,000
 _LONGEST_PIECE = 256  # characters; sentencepiece's own limit is 16, and runs of spaces have 64
 
 _ENDING = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -101,6 +105,11 @@ class _Vocabulary:
     def of_types(self, *types: int) -> list[str]:
         return [text for text, kind in zip(self.tokens, self.types, strict=True) if kind in types]
 
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the ids that end an output: those of the roles, then those of the known texts."""
+        named = [self.ids[text] for text in self.of_types(_CONTROL) if text in _END_TEXTS]
+        return tuple(dict.fromkeys([self.roles[role] for role in _ENDS if role in self.roles] + named))
+
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     """Read a file's tokenizer. Raises ModelLoadError if it has none, or one that is damaged or of another kind."""
@@ -114,12 +123,12 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
             raise
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"its tokenizer cannot be made: {error}") from error
+        templates = _templates(values)
     for special, types in ((True, (_UNKNOWN, _CONTROL)), (False, (_USER_DEFINED,))):
         texts = vocabulary.of_types(*types)
         backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
     config = {f"{name}_token": vocabulary.text(role) for name, role in _CONFIG_NAMES.items()}
-    ends = tuple(vocabulary.roles[role] for role in _ENDS if role in vocabulary.roles)
-    return GgufTokenizer(backend, config, _templates(values), ends)
+    return GgufTokenizer(backend, config, templates, vocabulary.end_ids())
 
 
 def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
@@ -135,8 +144,11 @@ def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
     if len(ids) < len(tokens) or not isinstance(types, list) or len(types) != len(tokens):
         raise ValueError("its tokenizer has a token twice, or other types than tokens")
     roles = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}  # where the file does not say
-    roles |= {role: values[f"{role}_token_id"] for role in _ROLES if f"{role}_token_id" in values}
-    roles = {role: i for role, i in roles.items() if type(i) is int and 0 <= i < len(tokens)}
+    said = {role: values.get(f"{role}_token_id") for role in _ROLES}
+    roles |= {role: i for role, i in said.items() if type(i) is int and 0 <= i < len(tokens)}
+    roles = {role: i for role, i in roles.items() if i < len(tokens)}
+    if sum(each in (_UNKNOWN, _CONTROL, _USER_DEFINED) for each in types) > MAX_ADDED:
+        raise ValueError(f"its tokenizer has more than {MAX_ADDED} special and user-defined tokens")
     return _Vocabulary(values, tokens, types, ids, roles)
 
 
@@ -183,7 +195,10 @@ def _joins(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     found = []
     for piece in pieces:
         halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        found += [(-scores[ids[piece]], ids[a], ids[b], a, b) for a, b in halves if a in ids and b in ids]
+        # a converter that had no scores writes equal ones; sentencepiece numbers its pieces in the order of scores
+        found += [(-scores[ids[piece]], ids[piece], ids[a], a, b) for a, b in halves if a in ids and b in ids]
+        if len(found) > _MAX_JOINS:
+            raise ValueError(f"its tokenizer joins more than {_MAX_JOINS} pairs of pieces")
     return [(left, right) for *_, left, right in sorted(found)]
 
 
@@ -199,7 +214,10 @@ def _add_frame(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, *, bos: b
 
 
 def _templates(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name."""
+    """Return the chat templates by name. Raises ValueError for one that is too long, or no text."""
     keys = [key for key in values if key.startswith(f"{_TEMPLATE}.")]
     found = {key.removeprefix(f"{_TEMPLATE}."): values[key] for key in keys} | {"default": values.get(_TEMPLATE)}
+    for template in found.values():
+        if isinstance(template, Omitted):
+            raise ValueError(f"its chat template is {template}")
     return {name: template for name, template in found.items() if isinstance(template, str)}

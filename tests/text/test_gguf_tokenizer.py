@@ -197,6 +197,16 @@ def test_pieces_of_a_published_tokenizer(shared_data: SharedData, tmp_path: Path
         assert read.decode(read.encode(text)) == published.decode(read.encode(text))
 
 
+def test_pieces_of_equal_scores_are_joined_in_the_order_of_their_ids(shared_data: SharedData, tmp_path: Path) -> None:
+    published = Tokenizer.from_directory((shared_data / "models/stories260K-hf/tokenizer.json").parent)
+    tokens = [published.id_to_token(i) or "" for i in range(published.vocab_size)]
+    types = [*(UNKNOWN, CONTROL, CONTROL), *[BYTE] * 256, *[NORMAL] * (len(tokens) - 259)]
+    values = of_pieces(tokens=tokens, scores=[-1000.0] * len(tokens), token_type=types)
+    text = "Once upon a time there was a little girl named Lily. She loved to play outside in the park."
+    read = Tokenizer.from_directory(write(tmp_path / "m.gguf", values))
+    assert read.encode(text, add_special_tokens=False) == published.encode(text, add_special_tokens=False)
+
+
 @pytest.mark.parametrize(
     ("others", "ids"),
     [
@@ -205,6 +215,7 @@ def test_pieces_of_a_published_tokenizer(shared_data: SharedData, tmp_path: Path
         ({"add_eos_token": True}, [1, 263, 2]),
         ({"add_eos_token": True, "add_bos_token": False, "eos_token_id": 1}, [263, 1]),
         ({"bos_token_id": 2}, [2, 263]),
+        ({"bos_token_id": 2**32 - 1}, [1, 263]),  # as llama.cpp: an id outside the vocabulary says nothing
         ({"add_space_prefix": False}, [1, 267, 260, 261]),  # h, el, lo
     ],
 )
@@ -225,6 +236,13 @@ def test_special_tokens_ends_and_templates(tmp_path: Path) -> None:
     assert tokenizer.chat_templates == {"default": "default one", "tool_use": "with tools"}
     (tmp_path / "chat_template.jinja").write_text("of the directory")
     assert Tokenizer.from_directory(file).chat_templates["default"] == "of the directory"
+
+
+def test_control_tokens_that_end_a_text_are_ends(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    values = of_bytes(trained, "qwen2", special, eos_token_id=trained.get_vocab_size() + 2)
+    tokenizer = Tokenizer.from_directory(write(tmp_path / "m.gguf", values))
+    assert [tokenizer.id_to_token(i) for i in tokenizer.eos_token_ids] == ["<|im_end|>", "<|endoftext|>"]
 
 
 def test_files_of_a_tokenizer_beside_it_win(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
@@ -252,6 +270,8 @@ BYTES = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": 
         (of_pieces(scores=[0.0]), "its tokenizer has no scores"),
         (of_pieces(tokens=["l" * 257, *list(PIECES)[1:]], token_type=[1] * len(PIECES)), "pieces that are too long"),
         (BYTES | {"tokenizer.chat_template": "x" * 300_000}, "a chat template has more than"),
+        (BYTES | {"tokenizer.chat_template": "x" * (2**20 + 1)}, "its chat template is a text of 1048577 bytes"),
+        (BYTES | {"tokenizer.chat_template": ["x"]}, "its chat template is an array of 1"),
     ],
 )
 def test_what_is_not_read_is_refused_in_one_line(values: dict[str, Any], cause: str, tmp_path: Path) -> None:
@@ -259,3 +279,22 @@ def test_what_is_not_read_is_refused_in_one_line(values: dict[str, Any], cause: 
     with pytest.raises(ModelLoadError) as caught:
         Tokenizer.from_directory(file)
     assert cause in str(caught.value) and str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "cause"),
+    [
+        ("jaxserve.gguf_header._MAX_ITEMS", 3 * len(PIECES) - 1, "its arrays have more than"),
+        ("jaxserve.text.gguf_tokenizer._MAX_JOINS", 5, "joins more than 5 pairs"),  # there are 6
+        ("jaxserve.text.gguf_tokenizer.MAX_ADDED", 3, "more than 3 special and user-defined"),  # there are 4
+    ],
+)
+def test_what_would_take_long_is_refused_before(
+    limit: str, value: int, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "m.gguf", of_pieces())
+    monkeypatch.setattr(limit, value)
+    with pytest.raises(ModelLoadError, match=cause):
+        Tokenizer.from_directory(file)
+    monkeypatch.setattr(limit, value + 1)
+    assert Tokenizer.from_directory(file).vocab_size == len(PIECES)
