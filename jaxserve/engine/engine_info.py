@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxserve.config import Config
 from jaxserve.engine.reranking import has_raw_scores, is_regression, label_token_ids
+from jaxserve.model_files import gguf_file
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.models.pooling import PoolingConfig, is_embedder
@@ -43,10 +44,13 @@ class ServedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end an output: the model's, and the tokenizer's `eos_token`, which alone may name a chat's."""
-        model, own = self.loaded.config, self.tokenizer.eos_token_id
-        ids = model.eos_token_ids if own is None or own >= model.vocab_size else (*model.eos_token_ids, own)
-        return tuple(dict.fromkeys(ids))
+        """The ids that end an output: the model's, and the tokenizer's `eos_token`, which alone may name a chat's.
+
+        A GGUF file may name one of several: there all ends of the tokenizer count.
+        """
+        model, tokenizer = self.loaded.config, self.tokenizer
+        own = tokenizer.eos_token_ids if gguf_file(self.directory) else (tokenizer.eos_token_id,)
+        return tuple(dict.fromkeys([*model.eos_token_ids, *(i for i in own if i is not None and i < model.vocab_size)]))
 
 
 def served_names(config: Config) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -13,7 +14,9 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
+from jaxserve.engine.engine_info import ServedModel
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.pooling import PoolingConfig
 from jaxserve.text.tokenizer import Tokenizer
 from tests.conftest import SharedData
 
@@ -243,6 +246,9 @@ def test_control_tokens_that_end_a_text_are_ends(trained: tokenizers.Tokenizer, 
     values = of_bytes(trained, "qwen2", special, eos_token_id=trained.get_vocab_size() + 2)
     tokenizer = Tokenizer.from_directory(write(tmp_path / "m.gguf", values))
     assert [tokenizer.id_to_token(i) for i in tokenizer.eos_token_ids] == ["<|im_end|>", "<|endoftext|>"]
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(), vocab_size=tokenizer.vocab_size))
+    served = ServedModel(tmp_path / "m.gguf", loaded, tokenizer, PoolingConfig("last"))
+    assert served.eos_token_ids == tokenizer.eos_token_ids
 
 
 def test_files_of_a_tokenizer_beside_it_win(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
