@@ -50,7 +50,8 @@ class ServedModel:
         """
         model, tokenizer = self.loaded.config, self.tokenizer
         own = tokenizer.eos_token_ids if gguf_file(self.directory) else (tokenizer.eos_token_id,)
-        return tuple(dict.fromkeys([*model.eos_token_ids, *(i for i in own if i is not None and i < model.vocab_size)]))
+        ids = (*model.eos_token_ids, *own)
+        return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < model.vocab_size))
 
 
 def served_names(config: Config) -> list[str]:

@@ -246,7 +246,7 @@ def test_control_tokens_that_end_a_text_are_ends(trained: tokenizers.Tokenizer, 
     values = of_bytes(trained, "qwen2", special, eos_token_id=trained.get_vocab_size() + 2)
     tokenizer = Tokenizer.from_directory(write(tmp_path / "m.gguf", values))
     assert [tokenizer.id_to_token(i) for i in tokenizer.eos_token_ids] == ["<|im_end|>", "<|endoftext|>"]
-    loaded: Any = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(), vocab_size=tokenizer.vocab_size))
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(70000,), vocab_size=tokenizer.vocab_size))
     served = ServedModel(tmp_path / "m.gguf", loaded, tokenizer, PoolingConfig("last"))
     assert served.eos_token_ids == tokenizer.eos_token_ids
 
