@@ -138,11 +138,15 @@ def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
         raise ValueError(f"it has no tokenizer: {_ADVICE}")
     if kind not in ("llama", "gpt2"):
         raise ValueError(f"its tokenizer {str(kind)[:40]!r} is not read: {_ADVICE}")
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
-    ids = {token: i for i, token in enumerate(tokens)}
     types = values.get("token_type", [_NORMAL] * len(tokens))
-    if len(ids) < len(tokens) or not isinstance(types, list) or len(types) != len(tokens):
-        raise ValueError("its tokenizer has a token twice, or other types than tokens")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise ValueError("its tokenizer has other types than tokens")
+    # those at the end only fill the model's table; published tokenizers do not have them
+    count = max((i for i, each in enumerate(types, 1) if each != _UNUSED), default=0)
+    tokens, types = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens[:count])], types[:count]
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) < count:
+        raise ValueError("its tokenizer has a token twice")
     roles = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}  # where the file does not say
     said = {role: values.get(f"{role}_token_id") for role in _ROLES}
     roles |= {role: i for role, i in said.items() if type(i) is int and 0 <= i < len(tokens)}
@@ -187,7 +191,7 @@ def _of_pieces(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 def _joins(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return the pairs of pieces that are joined, in the order of the joined piece's score. Raises ValueError."""
     ids, scores = vocabulary.ids, vocabulary.values.get("scores")
-    if not isinstance(scores, list) or len(scores) != len(ids):
+    if not isinstance(scores, list) or len(scores) < len(ids):
         raise ValueError("its tokenizer has no scores")
     pieces = vocabulary.of_types(_NORMAL, _UNUSED)
     if max(map(len, pieces), default=0) > _LONGEST_PIECE or sum(map(len, pieces)) > _MAX_CHARACTERS:

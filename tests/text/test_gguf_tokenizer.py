@@ -20,7 +20,7 @@ from jaxserve.models.pooling import PoolingConfig
 from jaxserve.text.tokenizer import Tokenizer
 from tests.conftest import SharedData
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SENTENCE = "I'LL pay  12345 for Größe/日本.\n\n  Don't!"
 # how models of each name were published to cut the sentence
 WORDS = {
@@ -249,6 +249,16 @@ def test_control_tokens_that_end_a_text_are_ends(trained: tokenizers.Tokenizer, 
     loaded: Any = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(70000,), vocab_size=tokenizer.vocab_size))
     served = ServedModel(tmp_path / "m.gguf", loaded, tokenizer, PoolingConfig("last"))
     assert served.eos_token_ids == tokenizer.eos_token_ids
+
+
+def test_tokens_that_fill_the_table_add_nothing_to_a_text(tmp_path: Path) -> None:
+    plain = of_pieces()
+    for name, value in (("tokens", "[PAD]"), ("scores", 0.0), ("token_type", UNUSED)):
+        plain[name] = [*plain[name], value]
+    tokenizer = Tokenizer.from_directory(write(tmp_path / "m.gguf", plain))
+    assert tokenizer.vocab_size == len(PIECES)
+    assert tokenizer.decode([*tokenizer.encode("hello"), len(PIECES)]) == "hello"
+    assert tokenizer.token_bytes(len(PIECES)) == b""
 
 
 def test_files_of_a_tokenizer_beside_it_win(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
