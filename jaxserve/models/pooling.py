@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,21 @@ from jaxserve.models.config import ModelConfig
 
 Kind = Literal["mean", "cls", "last", "max", "mean_sqrt_len"]
 LOGIT_SCORE = "LogitScore"  # the module of a reranker that answers with a word
-_KEYS: dict[str, Kind] = {
+# the values of `pooling_mode`, which newer sentence-transformers write, and the keys of its older files
+_MODES: dict[str, Kind] = {
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+}
+_KEYS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
+    "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 
 
@@ -57,16 +66,23 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
         raise ModelLoadError(f"{file}: the path of Pooling must be a directory beside it, such as 1_Pooling")
     path = directory / modules["Pooling"] / "config.json"
     settings = read_object(path)
-    kinds: list[Kind] = [kind for key, kind in _KEYS.items() if settings.get(key)]
-    if len(kinds) != 1:
-        raise ModelLoadError(f"{path}: expected one pooling mode, not {kinds}")
+    kind = _kind(settings, path)
     limits = directory / "sentence_bert_config.json"
     longest = read_object(limits).get("max_seq_length") if limits.is_file() else None
     if longest is not None and (type(longest) is not int or not 0 < longest < 2**31):
         raise ModelLoadError(f"{limits}: 'max_seq_length' must be a positive integer")
-    if kinds[0] != "last" and not config.bidirectional:
-        raise ModelLoadError(f"{path}: a decoder's embedding is its last token's state, not {kinds[0]!r}")
-    return PoolingConfig(kinds[0], "Normalize" in modules, longest)
+    if kind != "last" and not config.bidirectional:
+        raise ModelLoadError(f"{path}: a decoder's embedding is its last token's state, not {kind!r}")
+    return PoolingConfig(kind, "Normalize" in modules, longest)
+
+
+def _kind(settings: dict[str, Any], path: Path) -> Kind:
+    """Return the pooling that its file names. Raises ModelLoadError unless it is one that is known."""
+    modes = settings.get("pooling_mode", [mode for key, mode in _KEYS.items() if settings.get(key)])
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _MODES:
+        raise ModelLoadError(f"{path}: expected one pooling mode of {', '.join(_MODES)}, not {str(modes)[:200]}")
+    return _MODES[modes[0]]
 
 
 def sentence_modules(directory: Path) -> dict[str, str]:

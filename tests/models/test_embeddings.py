@@ -104,8 +104,26 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("cls", "cls"), (["max"], "max"), ("lasttoken", "last"), ("mean_sqrt_len_tokens", "mean_sqrt_len")],
+)
+def test_files_of_newer_sentence_transformers(mode: str | list[str], kind: Kind, tmp_path: Path) -> None:
+    modes = {"embedding_dimension": 32, "pooling_mode": mode, "include_prompt": True}
+    write_modules(tmp_path, ["Transformer", "Pooling", "Normalize"], modes)
+    assert read_pooling(tmp_path, from_hf(ENCODERS["bert"])) == PoolingConfig(kind)
+
+
+@pytest.mark.parametrize(
     ("types", "modes", "cause"),
     [
+        (["Transformer", "Pooling"], {"pooling_mode": "weightedmean"}, "expected one pooling mode"),
+        (["Transformer", "Pooling"], {"pooling_mode": ["cls", "mean"]}, "expected one pooling mode"),
+        (["Transformer", "Pooling"], {"pooling_mode": 5}, "expected one pooling mode"),
+        (
+            ["Transformer", "Pooling"],
+            {"pooling_mode_mean_tokens": True, "pooling_mode_weightedmean_tokens": True},
+            "expected one pooling mode",
+        ),
         (["Transformer", "Pooling", "Dense"], {"pooling_mode_cls_token": True}, "cannot serve the modules Dense"),
         (["Transformer"], {}, "cannot serve the modules"),
         (["Transformer", "Pooling"], {}, "expected one pooling mode"),
