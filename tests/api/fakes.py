@@ -161,7 +161,9 @@ class FakeLink:
                 self.calls.append(message)
                 if not self.answers_calls:
                     return
-                self._messages.put_nowait(Reply(message.call_id, CALLS.get(message.method, True)))
+                result = CALLS.get(message.method, True)
+                error = str(result) if isinstance(result, Exception) else None
+                self._messages.put_nowait(Reply(message.call_id, None if error else result, error, status=500))
 
     def pulse(self) -> None: ...
 

@@ -23,7 +23,7 @@ from jaxserve.api.protocol.weights import (
 )
 from jaxserve.api.routes.weights_path import checked_directory
 from jaxserve.config import Config
-from jaxserve.errors import InvalidValueError
+from jaxserve.errors import InvalidValueError, ServerError
 from jaxserve.transport.socket_directory import PREFIX
 
 from .conftest import LiveServer
@@ -101,6 +101,27 @@ def test_a_pause_that_waits(server: LiveServer, monkeypatch: pytest.MonkeyPatch,
     assert refused.status_code == 409 and "given up" in refused.json()["error"]["message"]
     monkeypatch.setitem(CALLS, "state", {"paused": True, "finishing": False, "asleep": []})
     assert called(server, path) == [("finish", {}), ("state", {}), ("pause", {"mode": "retract"})]
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_a_sleep_that_waits_leaves_no_pause(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, was_paused: bool
+) -> None:
+    """Whether the engine can sleep or not. Its answers are those of an engine that pauses at `finish`."""
+    states = iter([{"paused": was_paused, "finishing": False}, {"paused": True, "finishing": False}] * 2)
+
+    class Answers(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            return next(states) if key == "state" else super().get(key, default)
+
+    answers = Answers(CALLS)
+    monkeypatch.setattr("tests.api.fakes.CALLS", answers)
+    told = ["state", "finish", "state", "sleep", *([] if was_paused else ["resume"])]
+    assert [name for name, _ in called(server, "/sleep?mode=wait")] == told
+    answers["sleep"] = ServerError("no memory")
+    server.link.calls.clear()
+    refused = server.http.post("/sleep?mode=wait", headers=ADMIN)
+    assert refused.status_code == 500 and [call.method for call in server.link.calls] == told
 
 
 def test_states(server: LiveServer) -> None:

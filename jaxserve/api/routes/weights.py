@@ -6,6 +6,7 @@ They need the admin key (see middleware.Authentication). Every call waits until 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -31,7 +32,13 @@ from jaxserve.api.respond.wire import json_response
 from jaxserve.api.routes.weights_path import checked_directory
 from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.api.shared.state import ServerState, server_state
-from jaxserve.errors import ConflictError, InvalidValueError, PayloadTooLargeError, UnsupportedParameterError
+from jaxserve.errors import (
+    ConflictError,
+    HTTPError,
+    InvalidValueError,
+    PayloadTooLargeError,
+    UnsupportedParameterError,
+)
 from jaxserve.transport.socket_directory import SocketDirectory
 
 B = TypeVar("B", bound=Body)
@@ -194,7 +201,7 @@ async def sleep(
         await _pause(engine, mode)
         return json_response({"asleep": []})
     if mode == "wait":
-        await _pause(engine, mode)
+        return json_response({"asleep": await _sleep_after_requests(engine, level)})
     asleep = await engine.call("sleep", level=level, mode="abort" if mode == "abort" else "retract")
     return json_response({"asleep": asleep})
 
@@ -235,12 +242,33 @@ async def _pause(engine: EngineProtocol, mode: Literal["abort", "wait", "keep"])
     if mode != "wait":
         await engine.call("pause", mode="in_place" if mode == "keep" else mode)
         return
+    await _finish(engine)
+    await engine.call("pause", mode="retract")  # again: this call is repeated if the engine is started again
+
+
+async def _finish(engine: EngineProtocol) -> None:
+    """Pause when the requests that have come so far have ended. Raises ConflictError if that was given up."""
     await engine.call("finish")
     while (state := await engine.call("state"))["finishing"]:
         await asyncio.sleep(FINISH_POLL)
     if not state["paused"]:
         raise ConflictError("The pause was given up: generation was resumed, or the engine was started again.")
-    await engine.call("pause", mode="retract")  # again: this call is repeated if the engine is started again
+
+
+async def _sleep_after_requests(engine: EngineProtocol, level: int) -> Any:
+    """Put the engine to sleep when the requests that have come so far have ended. Returns what is not on the devices.
+
+    Nothing is paused afterwards that was not before: if the engine cannot sleep it serves on, and else the end of the
+    sleep is the end of the pause.
+    """
+    was_paused = (await engine.call("state"))["paused"]
+    await _finish(engine)
+    try:
+        return await engine.call("sleep", level=level, mode="retract")
+    finally:
+        if not was_paused:
+            with contextlib.suppress(HTTPError):  # it died, and the next one is not paused
+                await engine.call("resume")
 
 
 async def _updated(state: ServerState, method: str, **args: Any) -> Response:
