@@ -111,7 +111,7 @@ def build_engine(
     config = config if model.generates else config.replace(speculation={"method": "off"})
     config = config if early else config.replace(runtime={"wait_for_programs": True})
     vocab_size, eos_token_ids = loaded.config.vocab_size, model.eos_token_ids
-    matchers = MatcherFactory(tokenizer.to_json(), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    matchers = MatcherFactory(tokenizer.to_json(vocab_size), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if model.generates:
         matchers.warm_up()  # runs in a thread while the programs compile
     runner = make_runner(config, loaded, model.pooling, mesh, send, _alone if group is None else group.agree)

@@ -60,17 +60,31 @@ class ByteDetokenizer:
         first = all(i in tokenizer.special_ids for i in tail)
         self._strip_first = tokenizer.decoder_kind == "byte_fallback" and tokenizer.strips_first_space and first
         self._decoder.decode(b"".join([self._token_bytes(i) for i in tail]))
+        self._begun = self._decoder.getstate()[0]  # of a character that the prompt has not finished
 
     def push(self, token_ids: Iterable[int]) -> str:
         data = b"".join([self._token_bytes(i) for i in token_ids if i not in self._skip])
         if self._strip_first and data:
             self._strip_first = False
             data = data.removeprefix(b" ")
+        if self._begun and data:
+            if not _goes_on(self._begun, data[:1]):
+                self._decoder.reset()  # the half character is the prompt's
+            self._begun = b""
         return self._decoder.decode(data)
 
     def flush(self) -> str:
         self._decoder.reset()
         return ""
+
+
+def _goes_on(begun: bytes, byte: bytes) -> bool:
+    """Return whether a byte belongs to the UTF-8 character that has begun."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(begun + byte)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class StreamDetokenizer:

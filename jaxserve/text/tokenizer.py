@@ -156,9 +156,17 @@ class Tokenizer:
         texts = {name: _token_text(self.config.get(name)) for name in names}
         return {name: text for name, text in texts.items() if text is not None}
 
-    def to_json(self) -> str:
-        """Return the text of tokenizer.json, for libraries that build their own from it."""
-        return self.backend.to_str()
+    def to_json(self, vocab_size: int | None = None) -> str:
+        """Return the text of tokenizer.json, for libraries that build their own from it.
+
+        vocab_size: the model's. Added tokens that it has no row for are left out
+        """
+        text = self.backend.to_str()
+        if vocab_size is None or vocab_size >= self.vocab_size:
+            return text
+        tree = json.loads(text)
+        tree["added_tokens"] = [token for token in tree["added_tokens"] if token["id"] < vocab_size]
+        return json.dumps(tree)
 
     def plain_backend(self) -> tokenizers.Tokenizer:
         """Return the backend that reads special tokens as text."""

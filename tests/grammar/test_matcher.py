@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.bitmask import BitmaskFiller
@@ -83,6 +84,19 @@ def test_padding_of_the_vocabulary_is_never_allowed(factory: MatcherFactory, tok
     allowed = mask(factory(GrammarSpec(kind="regex", source="(.|\n)*")))
     assert allowed and max(allowed) < tokenizer.vocab_size
     assert not allowed & (tokenizer.special_ids - set(tokenizer.eos_token_ids))
+
+
+def test_added_tokens_that_the_model_lacks_are_no_hindrance(tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocab_size
+    backend = Backend.from_str(tokenizer.to_json())
+    backend.add_special_tokens(["[PAD]"])  # without a row of the model's table
+    larger = Tokenizer(backend, tokenizer.config)
+    assert larger.vocab_size == size + 1
+    own = MatcherFactory(larger.to_json(size), vocab_size=size, eos_token_ids=tokenizer.eos_token_ids)
+    matcher, row = own(choice_spec(["yes"])), np.full(-(-size // 32), -1, np.int32)
+    matcher.fill(row)
+    allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+    assert [tokenizer.decode([i]) for i in allowed.tolist()] == ["y"]
 
 
 def test_begins_after_the_reasoning(factory: MatcherFactory, tokenizer: Tokenizer) -> None:

@@ -36,6 +36,22 @@ def test_a_character_begun_in_the_prompt_is_finished(shared_data: Any) -> None:
     assert "".join(detokenizer.push([i]) for i in ids[split:]) == "🦜b"
 
 
+@pytest.mark.parametrize("output, text", [("b", "b"), ("\ufffd", "\ufffd"), ("🦜", "🦜")])
+def test_a_character_that_only_the_prompt_begins_is_not_in_the_text(shared_data: Any, output: str, text: str) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / "tokenizers/gpt2")
+    prompt = tokenizer.encode("a 🦜")[:-1]
+    assert tokenizer.decode(prompt).endswith("\ufffd")
+    detokenizer = make_detokenizer(tokenizer, prompt)
+    deltas = [detokenizer.push([i]) for i in tokenizer.encode(output)]
+    assert "".join(deltas) == text
+
+
+def test_a_replacement_character_that_the_output_finishes_is_its_own(shared_data: Any) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / "tokenizers/gpt2")
+    first, *rest = [tokenizer.backend.token_to_id(char) or 0 for char in "ï¿½"]  # the three bytes of U+FFFD
+    assert make_detokenizer(tokenizer, [first]).push(rest) == "\ufffd"
+
+
 def test_a_character_cut_at_the_end_is_dropped(shared_data: Any) -> None:
     tokenizer = Tokenizer.from_directory(shared_data / "tokenizers/gpt2")
     ids = tokenizer.encode("ok 🦜")[:-1]

@@ -29,9 +29,9 @@ class GrammarChecks:
     async def _made(self, engine: EngineProtocol) -> GrammarCompiler:
         async with self._making:
             if self._compiler is None:
-                text = await asyncio.to_thread(engine.tokenizer.to_json)  # megabytes
-                ids = tuple(engine.info.eos_token_ids)
-                self._compiler = GrammarCompiler(text, vocab_size=engine.info.vocab_size, eos_token_ids=ids)
+                size, ids = engine.info.vocab_size, tuple(engine.info.eos_token_ids)
+                text = await asyncio.to_thread(engine.tokenizer.to_json, size)  # megabytes
+                self._compiler = GrammarCompiler(text, vocab_size=size, eos_token_ids=ids)
             return self._compiler
 
     async def stop(self) -> None:
