@@ -113,6 +113,8 @@ def test_custom_calls(server: LiveServer, client: Any) -> None:
     reply_with(server, '<tool_call>\n{"name": "note", "arguments": {"input": "a \\"b\\"\\né"}}\n</tool_call>')
     (call,) = both(client, tools=[NOTE]).output
     assert (call.type, call.name, call.input) == ("custom_tool_call", "note", 'a "b"\né')
+    (call,) = both(client, tools=[NOTE], parallel_tool_calls=False).output  # the turn ends before the output
+    assert call.status == "completed"
     reply_with(server, "SELECT 1")
     form = {"type": "grammar", "syntax": "lark", "definition": 'start: "SELECT " /[0-9]/'}
     choice = {"type": "custom", "name": "sql"}

@@ -117,3 +117,12 @@ def test_an_added_special_token_without_a_row_is_an_error_only_if_it_is_used(
     else:
         with pytest.raises(ConfigError, match="unknown to the model"):
             check_vocabulary(state)
+
+
+def test_a_late_system_message_must_be_taken_by_both_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template for requests with tools that refuses it made Messages and Responses with tools a 400."""
+    refusing = PLAIN + "{% if messages[1].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    for templates, takes in (({"default": PLAIN, "tool_use": refusing}, False), ({"default": PLAIN}, True)):
+        state = started(FakeLink())
+        monkeypatch.setattr(state.engine.tokenizer, "chat_templates", templates)
+        assert state.takes_late_system is takes

@@ -282,6 +282,8 @@ def test_an_open_thought_cut_by_length(server: LiveServer, client: Any) -> None:
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools.0.function.name"),
         ({"tools": [WEATHER], "functions": [WEATHER["function"]]}, "functions"),
+        ({"tools": [WEATHER, {"type": "custom", "custom": {"name": "weather"}}]}, "tools.1"),
+        ({"tools": [NOTE], "tool_choice": {"type": "function", "function": {"name": "note"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
     ],

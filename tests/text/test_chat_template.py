@@ -86,6 +86,20 @@ def test_content_parts_joined_or_passed() -> None:
     assert ChatTemplate(walking).render(USER) == "[hi]"
 
 
+def test_messages_have_the_form_of_the_template_that_is_used() -> None:
+    """A template for requests with tools differs from the default one in roles, parts and null contents."""
+    walking = "{% for m in messages %}{% for p in m.content %}[{{ m.role }} {{ p['text'] }}]{% endfor %}{% endfor %}"
+    default = CHATML + "{% if 'developer' %}{% endif %}"
+    messages = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, *USER]
+    for plain in (False, True):
+        template = ChatTemplate(default, tools_source=walking, plain=plain)
+        assert template.render(messages) == "<|developer|>a\n<|user|>hi\n"
+        assert template.render(messages, tools=[{"type": "function"}]) == "[system a][user hi]"
+    other = ChatTemplate(walking, tools_source=default)
+    assert other.render(messages) == "[system a][user hi]"
+    assert other.render(messages, tools=[{"type": "function"}]) == "<|developer|>a\n<|user|>hi\n"
+
+
 def test_call_arguments_serve_both_kinds_of_template() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]

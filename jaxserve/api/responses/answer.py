@@ -190,6 +190,8 @@ def _cut_by(output: RequestOutput) -> frozenset[str]:
 
     A stop string ends a text, but cuts a call.
     """
+    if output.finish_reason is None:  # the turn ended before the output, at the end of a call
+        return frozenset()
     if output.finish_reason is not FinishReason.STOP:
         return ITEM_KINDS
     return CALL_KINDS if isinstance(output.matched_stop, str) else frozenset()

@@ -75,7 +75,7 @@ def response_tools(body: ResponsesRequest, note: Callable[[str], None]) -> Respo
     by_name: dict[str, OwnTool] = {}
     for param, named in _named_tools(body.tools or [], "tools", note):
         before = by_name.setdefault(named.known_as, named)
-        if (before.namespace, before.name) != (named.namespace, named.name):
+        if (before.tool.type, before.namespace, before.name) != (named.tool.type, named.namespace, named.name):
             raise InvalidValueError(f"{param}: there are two tools {named.known_as!r}.", param=param)
     if len(by_name) > MAX_TOOLS:
         raise InvalidValueError(f"tools: there are more than {MAX_TOOLS}, those in namespaces counted.", param="tools")

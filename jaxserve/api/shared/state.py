@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from starlette.requests import Request
 
@@ -42,6 +43,7 @@ MAX_FILE_PIECES = 256  # uploads and downloads that wait for asyncio's threads; 
 MAX_WAITING_FILE_BYTES = 64 * 2**20  # in them
 MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for each of the two template workers
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+_SOME_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all their fields
 
 
@@ -202,19 +204,13 @@ class ServerState:
 
     @cached_property
     def takes_late_system(self) -> bool:
-        """Whether the chat template shows a system message that follows a user's. On the event loop only after
-        `load_template`."""
-        template, late = self.chat_template, "a late system message"
+        """Whether the chat template shows a system message that follows a user's, and so does the one for requests
+        with tools, if there is one. On the event loop only after `load_template`."""
+        template = self.chat_template
         if template is None:
             return False
-        messages = [{"role": role, "content": text} for role, text in (("user", "Hello"), ("system", late))]
-        conversation = TemplateInput([*messages, {"role": "user", "content": "Hello"}])
-        try:
-            return template is not None and late in (
-                template.render_here(conversation) or template.render(conversation)
-            )
-        except HTTPError:
-            return False
+        wanted = [None] if template.tools_source == template.source else [None, [_SOME_TOOL]]
+        return all(_shows_late_system(template, tools) for tools in wanted)
 
     def stop_rendering(self) -> None:
         self.template_work.stop()
@@ -255,6 +251,16 @@ class ServerState:
                 message = f"The model {name!r} classifies texts and generates none. Use /v1/classify or /v1/rerank."
                 raise InvalidValueError(message, param="model")
         return name
+
+
+def _shows_late_system(template: Renderer, tools: list[dict[str, Any]] | None) -> bool:
+    late = "a late system message"
+    messages = [{"role": role, "content": text} for role, text in (("user", "Hello"), ("system", late))]
+    conversation = TemplateInput([*messages, {"role": "user", "content": "Hello"}], tools)
+    try:
+        return late in (template.render_here(conversation) or template.render(conversation))
+    except HTTPError:
+        return False
 
 
 def server_state(request: Request) -> ServerState:

@@ -65,8 +65,7 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
         raise InvalidValueError("Give tools or functions, not both.", param="functions")
     tools = _legacy_tools(body) if legacy else body.tools or []
     choice = _legacy_choice(body) if legacy else body.tool_choice
-    for number, tool in enumerate(tools):
-        _check_tool(tool, f"tools.{number}")
+    _check_tools(tools)
     param = "function_call" if legacy else "tool_choice"
     mode, allowed = _resolve(choice, tools, param)
     if mode == "required" and not tools:
@@ -81,8 +80,7 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
 
 def offered_tools(tools: list[Tool]) -> ToolUse:
     """Read tools that the model may call, of an API without tool_choice. Raises a RequestError."""
-    for number, tool in enumerate(tools):
-        _check_tool(tool, f"tools.{number}")
+    _check_tools(tools)
     if not tools:
         return ToolUse()
     return ToolUse(tuple(map(_grammar_tool, tools)), "auto", shown=tuple(map(_shown, tools)))
@@ -92,6 +90,15 @@ def tool_name(tool: Tool) -> str:
     named = tool.function or tool.custom
     assert named is not None
     return named.name
+
+
+def _check_tools(tools: list[Tool]) -> None:
+    kinds: dict[str, str] = {}  # the model sees names only, so a call tells no kind
+    for number, tool in enumerate(tools):
+        param = f"tools.{number}"
+        _check_tool(tool, param)
+        if kinds.setdefault(name := tool_name(tool), tool.type) != tool.type:
+            raise InvalidValueError(f"{param}: a function and a custom tool are called {name!r}.", param=param)
 
 
 def _check_tool(tool: Tool, param: str) -> None:
@@ -119,30 +126,32 @@ def _resolve(choice: str | ToolChoice | None, tools: list[Tool], param: str) -> 
     named = choice.function if choice.type == "function" else choice.custom
     if named is None:
         raise InvalidValueError(f"{param}.{choice.type} is missing.", param=param)
-    return "required", [_find(named.name, tools, param)]
+    return "required", [_find(choice.type, named.name, tools, param)]
 
 
 def _allowed(choice: ToolChoice, tools: list[Tool], param: str) -> tuple[Mode, list[Tool]]:
     if choice.allowed_tools is None:
         raise InvalidValueError(f"{param}.allowed_tools is missing.", param=param)
-    names = [_name_of(entry) for entry in choice.allowed_tools.tools]
-    found = [_find(name, tools, param) for name in names if name is not None]
-    if len(found) < len(names) or not found:
+    entries = [_named_by(entry) for entry in choice.allowed_tools.tools]
+    found = [_find(kind, name, tools, param) for kind, name in entries if name is not None]
+    if len(found) < len(entries) or not found:
         raise InvalidValueError(f"{param}.allowed_tools.tools names no tool.", param=param)
     return choice.allowed_tools.mode, found
 
 
-def _name_of(entry: dict[str, Any]) -> str | None:
+def _named_by(entry: dict[str, Any]) -> tuple[Any, str | None]:
+    """Return the type and the name of a tool that may be called."""
+    kind = entry.get("type") or ("custom" if entry.get("custom") else "function")
     inner = entry.get("function") or entry.get("custom") or entry
     name = inner.get("name") if isinstance(inner, dict) else None
-    return name if isinstance(name, str) else None
+    return kind, name if isinstance(name, str) else None
 
 
-def _find(name: str, tools: list[Tool], param: str) -> Tool:
+def _find(kind: Any, name: str, tools: list[Tool], param: str) -> Tool:
     for tool in tools:
-        if tool_name(tool) == name:
+        if tool.type == kind and tool_name(tool) == name:
             return tool
-    raise InvalidValueError(f"{param}: there is no tool {name!r}.", param=param)
+    raise InvalidValueError(f"{param}: there is no {kind} tool {name!r}.", param=param)
 
 
 def _legacy_tools(body: ChatCompletionRequest) -> list[Tool]:

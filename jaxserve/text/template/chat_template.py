@@ -43,8 +43,6 @@ class ChatTemplate:
 
     Attributes:
         source: the template's text (parsers of the output are chosen by it)
-        wants_parts: it walks through content parts; others get their text joined
-        foreign_roles: roles that it does not know and that it is shown as system
     """
 
     def __init__(
@@ -69,13 +67,10 @@ class ChatTemplate:
         self._new_budget: Callable[[], RenderBudget] = (
             PlainBudget if plain else partial(RenderBudget, max_seconds, max_chars)
         )
-        self._template = _compile(environment, source)
-        self._tools_template = _compile(environment, tools_source) if tools_source else self._template
-        tree = environment.parse_only(source)
-        self.wants_parts = _walks_content(tree)
-        self._wraps_text = self.wants_parts and not _TESTS_TEXT.search(source)
-        self.foreign_roles = {role for role in SYSTEM_ROLES if not re.search(rf"""["']{role}["']""", source)}
-        self._sees_none = bool(_TESTS_NONE.search(source))
+        self._default = _compile(environment, source), MessageForm(environment, source, plain=plain)
+        self._for_tools = self._default
+        if tools_source:
+            self._for_tools = _compile(environment, tools_source), MessageForm(environment, tools_source, plain=plain)
 
     @classmethod
     def load_plain(
@@ -117,7 +112,8 @@ class ChatTemplate:
         the conversation, or if it exceeds the limits on time (1 s) or output (16 MiB).
         """
         variables = check_kwargs(kwargs)
-        prepared = [self._prepare(message) for message in messages]
+        template, form = self._for_tools if tools else self._default
+        prepared = [form.prepare(message) for message in messages]
         ending = None
         if continue_final_message:
             if add_generation_prompt:
@@ -133,7 +129,7 @@ class ChatTemplate:
         }
         if add_generation_prompt is not None:
             variables["add_generation_prompt"] = add_generation_prompt
-        text = self._run(self._tools_template if tools else self._template, variables)
+        text = self._run(template, variables)
         return _cut_at_mark(text, ending) if ending is not None else text
 
     def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -151,8 +147,23 @@ class ChatTemplate:
                 raise
             raise InvalidValueError("the messages are nested too deep or too large", param="messages") from error
 
-    def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as templates expect it: a known role, content text or parts, arguments as objects."""
+
+class MessageForm:
+    """The form of messages that one template expects, as far as its text tells.
+
+    wants_parts: it walks through content parts; others get their text joined
+    foreign_roles: roles that it does not know and that it is shown as system
+    """
+
+    def __init__(self, environment: TemplateEnvironment, source: str, *, plain: bool) -> None:
+        self.wants_parts = _walks_content(environment.parse_only(source))
+        self.foreign_roles = {role for role in SYSTEM_ROLES if not re.search(rf"""["']{role}["']""", source)}
+        self._wraps_text = self.wants_parts and not _TESTS_TEXT.search(source)
+        self._sees_none = bool(_TESTS_NONE.search(source))
+        self._plain = plain
+
+    def prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as the template expects it: a known role, content text or parts, arguments as objects."""
         prepared = dict(message)
         if prepared.get("role") in self.foreign_roles:
             prepared["role"] = "system"
