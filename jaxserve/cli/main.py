@@ -22,9 +22,10 @@ from jaxserve.version import __version__
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write that are no bug
 
 # command -> (module, description). A module is imported when its command runs, so `--help` is instant.
+_SERVER = "jaxserve.cli.start"
 COMMANDS = {
-    "launch": ("jaxserve.cli.start", "serve a model over HTTP"),
-    "serve": ("jaxserve.cli.start", "the same as launch"),
+    "launch": (_SERVER, "serve a model over HTTP"),
+    "serve": (_SERVER, "the same as launch"),
     "chat": ("jaxserve.cli.chat", "talk to a model in the terminal, at a running server or one of its own"),
     "compile": (
         "jaxserve.cli.compile",
@@ -82,7 +83,16 @@ def _run(words: Sequence[str]) -> int:
         print(_usage(), file=sys.stderr)
         print(f"jaxserve: no command {words[0]!r}{f', did you mean {near[0]}?' if near else ''}", file=sys.stderr)
         return 2
-    return imported(COMMANDS[words[0]][0]).run(words[1:])
+    module = COMMANDS[words[0]][0]
+    with on_sigterm(_end_at_once) if module == _SERVER else contextlib.nullcontext():
+        return imported(module).run(words[1:])
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    """End before the server handles signals itself. The engine process ends too, because its stdin is closed."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"jaxserve: SIGTERM: stopping\n")
+    os._exit(0)
 
 
 def _bug(error: Exception) -> int:

@@ -6,15 +6,13 @@ the engine process run at the same time.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from jaxserve.cli.config import dump
-from jaxserve.cli.main import imported, on_sigterm
+from jaxserve.cli.main import imported
 from jaxserve.cli.options.help import launch_help
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config
@@ -34,11 +32,6 @@ def run(words: Sequence[str]) -> int:
     if any(word in ("-h", "--help", "--help-all") for word in words):
         print(launch_help(everything="--help-all" in words))
         return 0
-    with on_sigterm(_end_at_once):
-        return _start(words)
-
-
-def _start(words: Sequence[str]) -> int:
     config = load_config(words, os.environ, several=True)
     configure_logging(config.logging)
     for line in dump(config).splitlines():
@@ -56,13 +49,6 @@ def _start(words: Sequence[str]) -> int:
     finally:
         if child is not None:
             child.close()
-
-
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    """End before the server handles signals itself. The engine process ends too, because its stdin is closed."""
-    with contextlib.suppress(OSError):
-        os.write(2, b"jaxserve: SIGTERM: stopping\n")
-    os._exit(0)
 
 
 def start_engine(config: Config) -> EngineChild | None:

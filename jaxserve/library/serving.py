@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from jaxserve.cli.serving.listening import bind
 from jaxserve.client.processes.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.transport.socket_directory import scratch_directory
 
 MakeLink = Callable[[Config], EngineLink | Sequence[EngineLink]]  # several: one of each replica
 
@@ -50,9 +50,9 @@ def launch_server(
     """
     if config is None:
         config = Config.of(model, **({"port": 0} | keys))
-    with tempfile.TemporaryDirectory(prefix="jaxserve-") as directory:
+    with scratch_directory() as directory:
         if config.store.path == "auto":
-            config = config.replace(store={"path": directory})
+            config = config.replace(store={"path": str(directory / "store")})
         with bind(config.server) as listener, _Thread(config, listener, make_link) as server:
             yield server
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from jaxserve.cache_directory import OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
+from jaxserve.transport.socket_directory import scratch_directory
 
 FOLDER = Path(__file__).parent / "native"
 SOURCES = (  # the longest to compile first
@@ -70,10 +71,10 @@ def compile_ahead() -> None:
     """Compile the library into the user's cache, if it is not there. Errors are left to the call that needs it."""
     with (
         contextlib.suppress(ConfigError, OSError),
-        tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch,
+        scratch_directory() as scratch,
         opened(user_cache("kernels")) as cache,
     ):
-        kept(cache, Path(scratch))
+        kept(cache, scratch)
 
 
 def kept(cache: OpenDirectory, scratch: Path, flags: Sequence[str] = FLAGS) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import tempfile
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import free_port
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
+from jaxserve.transport.socket_directory import SocketDirectory
 
 LOOPBACK = "127.0.0.1"
 FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
@@ -44,8 +44,8 @@ class FollowerActor:
         """leader: HOST:PORT. key: of the group"""
         config = load_config(words, os.environ)
         configure_logging(config.logging)
-        self._directory = tempfile.TemporaryDirectory(prefix="jaxserve-key-")
-        self._keeper = FollowerKeeper(group_config(config, Path(self._directory.name), leader, key, rank))
+        self._directory = SocketDirectory()
+        self._keeper = FollowerKeeper(group_config(config, self._directory.path, leader, key, rank))
 
     async def follow(self) -> str:
         """Follow as long as this actor lives. Returns why this host cannot, if it cannot."""
@@ -74,8 +74,8 @@ class Group:
         nodes = placement_group_table(placement)["bundles_to_node_id"]
         host = LOOPBACK if len(set(nodes.values())) == 1 else get_node_ip_address()
         leader, key = f"{host}:{free_port(host)}", secrets.token_hex(32)
-        self._directory = tempfile.TemporaryDirectory(prefix="jaxserve-key-")
-        self.config = group_config(config, Path(self._directory.name), leader, key, 0)
+        self._directory = SocketDirectory()
+        self.config = group_config(config, self._directory.path, leader, key, 0)
         self._actors: list[Any] = []
         for rank, resources in enumerate(options, 1):
             place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
@@ -105,7 +105,7 @@ class Group:
             task.cancel()
         for actor in self._actors:
             kill(actor)
-        self._directory.cleanup()
+        self._directory.remove()
 
 
 async def _reason(rank: int, end: Awaitable[str]) -> str:

@@ -47,6 +47,19 @@ class SocketDirectory:
         os.close(self._lock)
 
 
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make a private directory in the temporary folder for the body. Raises OSError.
+
+    If this process is killed, `sweep` of the next engine that starts on this machine removes it.
+    """
+    directory = SocketDirectory(Path(tempfile.gettempdir()))
+    try:
+        yield directory.path
+    finally:
+        directory.remove()
+
+
 def _new_directory() -> str:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > MAX_FOLDER:

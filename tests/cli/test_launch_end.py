@@ -98,14 +98,22 @@ def test_signals_drain_and_say_so(
 def test_sigterm_before_the_server_handles_signals() -> None:
     """A handler is there: the first process of a container gets no signal without one, so a stop waited for a kill."""
     script = """
-import os, signal
-from jaxserve.cli import start
+import os, signal, sys
+from jaxserve.cli import main, start
+
+def imported(module):
+    if module == sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return start
+
 start.start_engine = lambda config: None
-start.imported = lambda module: os.kill(os.getpid(), signal.SIGTERM)
-start.run(["--store.path", "null"])
+start.imported = sys.modules["jaxserve.cli.main"].imported = imported
+main(["launch", "--store.path", "null"])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stderr.endswith("jaxserve: SIGTERM: stopping\n"), done
+    for module in ("jaxserve.cli.start", "jaxserve.cli.launch"):
+        command = [sys.executable, "-c", script, module]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and done.stderr.endswith("jaxserve: SIGTERM: stopping\n"), done
 
 
 def test_a_background_response_outlives_a_drain_that_takes_too_long(tmp_path: Path) -> None:

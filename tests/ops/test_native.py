@@ -4,6 +4,9 @@ import ctypes
 import errno
 import os
 import platform
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.native import PagedContext
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
+from jaxserve.transport.socket_directory import sweep
 from tests.ops import emulated
 from tests.ops.prompt_attention import check_prompts
 from tests.ops.test_quantized import check_bits
@@ -482,3 +486,16 @@ def test_what_prevents_compiling_ahead_is_no_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     builder.compile_ahead()
     assert list((tmp_path / "jaxserve" / "kernels").iterdir()) == []
+
+
+def test_a_process_that_is_killed_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
+    """The next start of an engine removes its directory."""
+    compiler, folder = tmp_path / "cc", tmp_path / "tmp"
+    compiler.write_text("#!/bin/sh\nkill -9 $PPID\n")
+    compiler.chmod(0o700)
+    folder.mkdir()
+    own = {"CC": str(compiler), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(tmp_path)}
+    program = "from jaxserve.ops.kernel_library import compile_ahead; compile_ahead()"
+    killed = subprocess.run([sys.executable, "-c", program], env={**os.environ, **own}, check=False)
+    assert killed.returncode == -signal.SIGKILL and len(left := list(folder.iterdir())) == 1
+    assert sweep(folder) == left and list(folder.iterdir()) == []

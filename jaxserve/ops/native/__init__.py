@@ -11,7 +11,6 @@ import ctypes
 import functools
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened,
 from jaxserve.errors import ConfigError
 from jaxserve.ops.kernel_library import build, kept, library_name
 from jaxserve.ops.quantized import BLOCK, Quantized
+from jaxserve.transport.socket_directory import scratch_directory
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ def load() -> ctypes.CDLL:
     Raises ConfigError with the reason if they cannot be compiled.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
-            library = _open(Path(scratch))  # a loaded library stays usable after its file is deleted
+        with scratch_directory() as scratch:
+            library = _open(scratch)  # a loaded library stays usable after its file is deleted
     except OSError as error:
         raise ConfigError(f"the CPU's kernels cannot be compiled: {error}", fix="set runtime.attention: xla") from error
     products = (_MATMUL, _MATMUL_FEW, _ROUNDED, _ROUNDED_FEW, _GROUPED, _GROUPED_FEW)
