@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from jaxserve.errors import ModelLoadError
 
 MAX_BYTES = 256 << 20  # per text file; the index of a checkpoint with 100,000 tensors has 10 MB, a tokenizer 30 MB
 MAX_TEMPLATE_BYTES = 256 << 10  # published templates have at most 20 kB; one of this size takes 2 s to compile
+GGUF_FILES = "*.[gG][gG][uU][fF]"  # a pattern
+_PART = re.compile(r"(.+-)\d{5}(-of-(\d{5})\.gguf)", re.IGNORECASE)
 # every file that the server, the loader or the converter opens
 _READ = (
-    *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "*.gguf"),
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", GGUF_FILES),
     *("additional_chat_templates/*.jinja", "*_Pooling/config.json", "*_LogitScore/config.json", "arrays/*/*"),
 )
 
@@ -42,16 +45,32 @@ def check_directory(directory: Path) -> None:
 def gguf_file(path: Path) -> Path | None:
     """Return the GGUF file that a model is: `path`, or the only weights in the directory `path`; None: it is none.
 
-    Raises ModelLoadError for a directory with several.
+    Of a file in parts it is the first, whichever `path` is. Raises ModelLoadError for a directory with several, or
+    without the first part.
     """
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
-    files = sorted(path.glob("*.gguf"))
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        return None
+    given = [path] if path.is_file() else path.glob(GGUF_FILES)
+    files = sorted({gguf_parts(file)[0] for file in given})
     if not files or any(path.glob("*.safetensors")) or (path / "arrays").is_dir():
         return None
     if len(files) > 1:
         raise ModelLoadError(f"{path} has {len(files)} GGUF files", fix=f"name one of them, such as {files[0]}")
+    if not files[0].is_file():
+        raise ModelLoadError(f"{files[0]} does not exist", fix="download all parts of the file")
     return files[0]
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """Return the paths of all parts of a file that is NAME-00001-of-00003.gguf or another part; else `file` alone.
+
+    So llama.cpp names them. A part may be absent.
+    """
+    match = _PART.fullmatch(file.name)
+    if match is None:
+        return [file]
+    name, rest, count = match.groups()
+    return [file.with_name(f"{name}{number:05}{rest}") for number in range(1, int(count) + 1)] or [file]
 
 
 def _is_inside(path: Path, allowed: list[Path]) -> bool:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxserve.cli.options.arguments import at_least, positive
 from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError
+from jaxserve.model_files import gguf_file
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config_file
@@ -122,7 +123,7 @@ class _Columns:
 def _config_file(model: str) -> Path:
     """Return the config.json or GGUF file of a hub id, a directory or a file."""
     path = Path(model).expanduser()
-    return path if path.is_file() else config_file(resolve(model))
+    return gguf_file(path) or path if path.is_file() else config_file(resolve(model))
 
 
 def _mesh(text: str, config: ModelConfig) -> Mesh:

@@ -72,7 +72,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "twice": (header(tensors=tensor((4,), 0) * 2, counts=(2, 0)) + bytes(64), "is there twice, or overlaps"),
     "a later part": (
         header(text("split.count") + struct.pack("<IH", 2, 7), counts=(0, 1)),
-        "is one of several parts",
+        "is one of 7 parts",
     ),
     "no architecture": (header(), "None of GGUF is not supported"),
 }

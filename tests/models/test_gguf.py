@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxserve.api.routes.weights_path import checked_directory
 from jaxserve.cli.checks import device_findings
 from jaxserve.config import Config
 from jaxserve.engine.engine_info import served_names
 from jaxserve.engine.factory import build_engine
-from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.errors import ConfigError, InvalidValueError, ModelLoadError
 from jaxserve.library.dense import dense_logits
+from jaxserve.model_directory import check_local_model
+from jaxserve.model_files import gguf_parts
 from jaxserve.models.loading import part_reader
 from jaxserve.models.loading.chosen_form import choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config
@@ -28,6 +32,7 @@ from jaxserve.models.loading.structure import build
 from jaxserve.models.loading.weight_sources import directory_source, source_of
 from jaxserve.models.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, inverse_frequencies
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.pages.page_file import fingerprint
 from tests.conftest import ONE_ROW
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
@@ -316,6 +321,73 @@ def test_a_directory_with_one_file_is_the_file(tmp_path: Path) -> None:
         read_config(resolve(file.parent))
     assert error.value.fix == f"name one of them, such as {file}"
     assert read_config(resolve(file)).num_layers == 2
+
+
+def in_parts(file: Path) -> list[Path]:
+    """Write a file again in three parts, as llama.cpp does: the metadata in the first, which has no tensor here."""
+    reader, (head, *middle) = gguf.GGUFReader(file), gguf_parts(file.with_name("model-00001-of-00003.gguf"))
+    tensors = [(each.name, np.array(each.data), each.tensor_type) for each in reader.tensors]
+    values = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    for number, (path, some) in enumerate(zip([head, *middle], ([], tensors[:3], tensors[3:]), strict=True)):
+        writer = gguf.GGUFWriter(path, "llama")
+        if number:
+            writer.kv_data[0].clear()  # its architecture
+        for key, field in values.items() if not number else ():
+            if key != "general.architecture":
+                kind = field.types[0], field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(key, field.contents(), *kind)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(tensors))
+        for name, array, plain in some:
+            writer.add_tensor(name, array, raw_dtype=plain)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return [head, *middle]
+
+
+def test_a_file_in_parts(tmp_path: Path) -> None:
+    file, plain = written(tmp_path, "llama", "Q8_0")
+    directory, parts = file.parent, in_parts(file)
+    with pytest.raises(ModelLoadError, match="has 2 GGUF files"):
+        read_config(directory)
+    file.unlink()
+    expected = load(plain, "none")
+    for path in (directory, parts[0], parts[2]):
+        assert_equal_models(widened(load(resolve(path), "stored")), expected)
+    before = fingerprint(parts[0])
+    os.utime(parts[2], (0, 0))
+    assert fingerprint(parts[0]) != before
+    last = parts[2].read_bytes()
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(ModelLoadError, match=r"model-00003-of-00003.gguf is no part 3 of"):
+        read_config(directory)
+    parts[2].unlink()
+    with pytest.raises(ModelLoadError, match=r"model-00003-of-00003.gguf is missing"):
+        read_config(directory)
+    parts[2].write_bytes(last)
+    parts[0].unlink()
+    with pytest.raises(ModelLoadError, match=r"model-00001-of-00003.gguf does not exist"):
+        check_local_model(directory)
+
+
+def test_an_upper_case_name(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "llama", "F32")
+    upper = file.rename(file.with_name("MODEL.GGUF"))
+    assert resolve(upper) == upper
+    assert read_config(resolve(upper.parent)) == read_config(upper)
+    assert load(upper.parent, "none").config.num_layers == 2
+    with pytest.raises(InvalidValueError):
+        checked_directory("links", [linked(tmp_path, upper)])
+
+
+def linked(directory: Path, file: Path) -> Path:
+    """A directory whose folder `links` has a link to `file`, which is outside."""
+    (directory / "root" / "links").mkdir(parents=True)
+    (directory / "root" / "links" / file.name).symlink_to(file)
+    return directory / "root"
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:

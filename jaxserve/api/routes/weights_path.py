@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxserve.errors import InvalidValueError
+from jaxserve.model_files import GGUF_FILES
 
 _REFUSED = "model_path is no directory that server.weights_directories allows"
 
@@ -21,7 +22,7 @@ def checked_directory(path: str, roots: Iterable[Path]) -> Path:
     for root in allowed:
         try:
             found = (root / path).resolve(strict=True)
-            weights = (*found.glob("*.safetensors"), *found.glob("*.gguf"))
+            weights = (*found.glob("*.safetensors"), *found.glob(GGUF_FILES))
             if found.is_dir() and all(_is_within(each, allowed) for each in (found, *weights)):
                 return found
         except (OSError, ValueError, RuntimeError):  # nothing there, a zero byte in it, a loop of links

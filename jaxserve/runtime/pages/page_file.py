@@ -33,6 +33,7 @@ import numpy as np
 
 from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened
 from jaxserve.errors import ConfigError
+from jaxserve.model_files import gguf_parts
 
 _RECORD = np.dtype([("digest", np.uint8, 32), ("checksum", np.uint32), ("used", np.uint32)])
 _SUFFIX = ".pages"
@@ -131,7 +132,7 @@ def fingerprint(model: Path, *form: object) -> str:
 
     model: directory or file of the checkpoint. form: what else decides the content of a page.
     """
-    files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else [model]
+    files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else gguf_parts(model)
     stats = [(path.name, *_state(path.stat())) for path in files]
     return hashlib.sha256(repr((str(model.resolve()), stats, form)).encode()).hexdigest()[:32]
 

@@ -1,4 +1,4 @@
-"""Read the table of tensors of one GGUF file beside its metadata, both checked. Reads no tensor."""
+"""Read the table of tensors of a GGUF file beside its metadata, both checked. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.errors import ModelLoadError
 from jaxserve.gguf_header import Header, open_header
+from jaxserve.model_files import gguf_parts
 from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor, block_type
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo
 
@@ -31,7 +33,33 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header. Raises ModelLoadError if it is damaged, names bytes beyond the file's, or an unknown type."""
+    """Read the header, and those of the other parts if `path` is the first of several.
+
+    Raises ModelLoadError if one is damaged, names bytes beyond the file's or an unknown type, or if a part is missing
+    or of another file.
+    """
+    first = _read_part(path)
+    count = first.values.get("split.count", 1) or 1
+    if count == 1:
+        return first
+    paths = gguf_parts(path)
+    if len(paths) != count:
+        raise ModelLoadError(f"{path} is one of {count} parts", fix="name them NAME-00001-of-0000N.gguf and so on")
+    tensors: dict[str, BlockTensor] = {}
+    for number, part in enumerate(paths):
+        if not part.is_file():
+            raise ModelLoadError(f"{part} is missing, which is a part of {path.name}", fix="download all its parts")
+        found = _read_part(part) if number else first
+        says = found.values.get("split.no", 0), found.values.get("split.count")
+        if says != (number, count) or not tensors.keys().isdisjoint(found.tensors):
+            raise ModelLoadError(f"{part} is no part {number + 1} of {path.name}", fix="download all parts again")
+        tensors |= found.tensors
+    if first.values.get("split.tensors.count", len(tensors)) != len(tensors):
+        raise ModelLoadError(f"the parts of {path} have {len(tensors)} tensors", fix="download all parts again")
+    return GgufFile(path, first.values, tensors)
+
+
+def _read_part(path: Path) -> GgufFile:
     with open_header(path) as header:
         num_tensors, num_values = header.counts()
         values = header.values(num_values)

@@ -68,7 +68,7 @@ def config_file(directory: Path) -> Path:
 
 def published_config(file: Path) -> dict[str, Any]:
     """Return the object of a config.json, or what it would be of a GGUF file. Raises ModelLoadError."""
-    return _as_published(read_gguf(file)) if file.suffix == ".gguf" else read_object(file)
+    return _as_published(read_gguf(file)) if file.suffix.lower() == ".gguf" else read_object(file)
 
 
 def published_tensors(path: Path) -> dict[str, TensorInfo | BlockTensor]:
@@ -129,8 +129,6 @@ def _head_dim(config: Json) -> int:
 
 
 def _as_published(file: GgufFile) -> dict[str, Any]:
-    if file.values.get("split.count", 0) not in (0, 1):
-        raise ModelLoadError(f"{file.path} is one of several parts", fix="join them with llama-gguf-split --merge")
     name = file.values.get("general.architecture")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
