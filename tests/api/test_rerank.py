@@ -143,8 +143,11 @@ def test_a_word_is_the_score(reranker: LiveServer) -> None:
     texts = prompts(reranker)
     assert all("instruction: cities\nquery: capital of France\ndocument: " in text for text in texts)
     assert "document: bananas are yellow\nYou are a search relevance expert" in texts[0]
-    raw = reranker.post("/score", {"queries": "a", "documents": "b", "use_activation": False}).json()["data"][0]
+    body = {"queries": "a", "documents": "b"}
+    raw = reranker.post("/score", body | {"use_activation": False}).json()["data"][0]
     assert raw["score"] == pytest.approx(1 - len(reranker.link.seen[-1].prompt_token_ids) / 1000)
+    with serving(reranker, raw_scores=True):  # its files name Identity
+        assert reranker.post("/score", body).json()["data"][0]["score"] == raw["score"]
 
 
 def test_texts_cannot_write_special_tokens(reranker: LiveServer) -> None:

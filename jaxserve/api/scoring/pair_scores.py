@@ -75,8 +75,7 @@ class PairScorer:
             prompts.append(PromptTask(token_ids, SamplingParams(embed=True, max_tokens=0, second_text=second)))
         generation = self._generation(prompts)
         numbers = [float(np.frombuffer(raw, "<f4")[0]) for raw in await embeddings(generation)]
-        activated = task.activation and not info.raw_scores
-        return [sigmoid(x) if activated else x for x in numbers], generation.usage.prompt_tokens
+        return self._activated(task, numbers), generation.usage.prompt_tokens
 
     async def _by_words(self, task: PairTask) -> Scores:
         """Score by the probability of the word for relevant against the other, or by the difference of their logits."""
@@ -89,7 +88,12 @@ class PairScorer:
         generation = self._generation([PromptTask(each, params) for each in ids])
         found = await first_logprobs(generation)
         numbers = [relevant - other for other, relevant in found]
-        return [sigmoid(x) if task.activation else x for x in numbers], generation.usage.prompt_tokens
+        return self._activated(task, numbers), generation.usage.prompt_tokens
+
+    def _activated(self, task: PairTask, numbers: list[float]) -> list[float]:
+        """Return the sigmoid of each number, or the number if the request or the model's files want that."""
+        activated = task.activation and not self.state.engine.info.raw_scores
+        return [sigmoid(x) if activated else x for x in numbers]
 
     async def _by_cosine(self, task: PairTask) -> Scores:
         """Score by the cosine of the two embeddings. Each text is embedded once."""
