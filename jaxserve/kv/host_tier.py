@@ -66,20 +66,26 @@ class HostTier:
         """Take over the copies of an earlier process. Call it before any other method.
 
         slots: those with copies. checked: (slot, digest) of each, in any order, as a thread appends them. A digest of
-        None means that the copy is damaged.
+        None means that the copy is damaged; so may be a copy of this process.
         """
         self._unchecked, self._checked = set(slots), checked
         self._free = [slot for slot in self._free if slot not in self._unchecked]
 
     def _take_checked(self) -> None:
+        lost: set[int] = set()
         while self._checked:
             slot, digest = self._checked.popleft()
+            if slot not in self._unchecked:
+                lost.add(slot)
+                continue
             self._unchecked.remove(slot)
             if self._cleared or digest is None or digest in self._slots or digest[:_FIRST] in self._refused:
                 self._give_up(slot)
             else:
                 self._slots[digest] = slot
                 self._slots.move_to_end(digest, last=False)
+        if lost:
+            self._give_up_all(lost)
 
     # --- copies
 
@@ -165,6 +171,11 @@ class HostTier:
         self._free.append(slot)
         self._moves.append(PageMove("drop", slot=slot, group=self._group))
 
+    def _give_up_all(self, slots: set[int]) -> None:
+        """Drop the copies in `slots`, some of which may have none."""
+        for digest in [digest for digest, slot in self._slots.items() if slot in slots]:
+            self._give_up(self._slots.pop(digest))
+
     def clear(self, *, new_weights: bool = False) -> None:
         """Drop all copies, also for later processes.
 
@@ -181,9 +192,7 @@ class HostTier:
     def recover(self) -> None:
         """Drop moves, and the copies that may not have been made: the device's state is lost."""
         waiting, self._moves = self._moves, [move for move in self._moves if move.kind in ("drop", "clear")]
-        lost = {move.slot for move in waiting if move.kind == "store"}.union(*self._sent)
-        for digest in [digest for digest, slot in self._slots.items() if slot in lost]:
-            self._give_up(self._slots.pop(digest))
+        self._give_up_all({move.slot for move in waiting if move.kind == "store"}.union(*self._sent))
 
     def _own_digest(self, node: Node) -> bytes:
         """Return the digest of the prefix that ends with the page of `node`. The nodes of its path keep theirs."""

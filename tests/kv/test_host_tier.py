@@ -236,3 +236,14 @@ def test_nothing_is_stored_while_every_slot_is_checked() -> None:
     checked.append((0, None))
     cache.insert([1, 2])
     assert [move.kind for move in cache.evict(1)] == ["drop", "store"]
+
+
+def test_copies_whose_file_was_cut_are_not_found() -> None:
+    cache, checked = Cache(4), deque[tuple[int, bytes | None]]()
+    cache.tier.restore([], checked)
+    cache.insert([1, 2, 3, 4])
+    cache.evict(2)
+    assert len(cache.find([1, 2, 3, 4])) == 2
+    checked += [(slot, None) for slot in range(4)]
+    assert cache.find([1, 2, 3, 4]) == []
+    assert [move.kind for move in cache.tier.take_moves()] == ["drop", "drop"]

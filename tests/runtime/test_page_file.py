@@ -264,6 +264,22 @@ def test_dropped_pages_are_not_found_by_a_later_process(tmp_path: Path) -> None:
     assert found(tmp_path) == {0: digest(5), 1: digest(2), 2: digest(3)}
 
 
+@pytest.mark.parametrize("size", [0, RECORDS + 4096 + PAGE])
+def test_a_file_that_is_cut_loses_its_pages_and_not_the_process(size: int, tmp_path: Path) -> None:
+    pool = pool_of(tmp_path)
+    assert pool.file is not None
+    pool.move((), [stored(1, 0), stored(2, 1)])
+    pool.settle()
+    os.truncate(next(tmp_path.iterdir()), size)
+    with pytest.raises(OSError, match=r"cache.disk was cut"):
+        pool.move((), [PageMove("load", 5, 1)])
+    assert list(pool.file.checked) == [(slot, None) for slot in range(4)]
+    pool.move((), [stored(3, 0)])
+    pool.settle()
+    pool.close()
+    assert found(tmp_path) == {0: digest(3)}
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)

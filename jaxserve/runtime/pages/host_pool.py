@@ -87,7 +87,11 @@ class HostPool:
         self._pending: deque[tuple[list[PageMove], Any]] = deque()
 
     def move(self, caches: Caches, moves: Sequence[PageMove]) -> Caches:
-        """Make the copies in order, after all dispatched steps. Returns the new caches."""
+        """Make the copies in order, after all dispatched steps. Returns the new caches. Raises OSError if the file was
+        cut.
+        """
+        if self.file is not None and (moves or self._pending):
+            self.file.check()
         self.settle()
         for kind, group in groupby(moves, key=lambda move: move.kind):
             run = list(group)

@@ -3,7 +3,7 @@
 The file has a record for each slot: the digest of the page's prefix and a checksum of digest and content. A thread
 writes the record after the content; until then the slot counts as empty. At the start a thread reads all pages and
 reports those that have the checksum of their record. So a page or record that was half written, or changed on the disk,
-is lost and never used.
+is lost and never used. A file that is cut while it is open gets its size back, and all its pages are lost.
 
 The file's name is of the model, its weights and the form of a page. Other page files in the directory are removed,
 unless a running server has one open. A file counts as one only if it begins as the files that are made here.
@@ -58,13 +58,14 @@ class PageFile:
     """Slots of `page_bytes` in a file of `config.directory`. Raises ConfigError if the file cannot be used.
 
     rows       the content: uint8 [num_slots, page_bytes]
-    checked    (slot, digest) of pages of an earlier process, or (slot, None) if the content was lost; grows meanwhile
+    checked    (slot, digest) of pages of an earlier process, or (slot, None) if the content was lost, also of pages of
+               this process; grows meanwhile
     to_check   slots that will appear in `checked`
     """
 
     def __init__(self, config: PageFileConfig, num_slots: int, page_bytes: int) -> None:
         before = mmap.PAGESIZE * (1 + -(-num_slots * _RECORD.itemsize // mmap.PAGESIZE))  # the head and the records
-        size = before + num_slots * page_bytes
+        self._size = size = before + num_slots * page_bytes
         name = f"{config.fingerprint}-{num_slots}-{page_bytes}{_SUFFIX}"
         self._file = _open(config, name, size)
         memory = mmap.mmap(self._file, size)
@@ -79,6 +80,19 @@ class PageFile:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv page file", daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise OSError if the file was cut meanwhile; it is whole again then, and all its pages are lost.
+
+        Call it before `rows` are used: the system ends a process that uses what is beyond the end.
+        """
+        if self._is_whole():
+            return
+        os.posix_fallocate(self._file, 0, self._size)
+        os.pwrite(self._file, _HEAD, 0)
+        self.clear()
+        self.checked.extend((slot, None) for slot in range(len(self.rows)))
+        raise OSError("the file of cache.disk was cut while it was open, and its pages are lost")
 
     def begin(self, slots: list[int]) -> None:
         """Note that the content of slots, each there once, will change: until `end` they count as empty."""
@@ -111,17 +125,25 @@ class PageFile:
         for slot in self.to_check:
             if self._closing.is_set():
                 break
-            record = self._records[slot]
-            digest = record["digest"].tobytes()
-            sound = bool(record["used"]) and self._checksum(slot, digest) == record["checksum"]
-            self.checked.append((slot, digest if sound else None))
+            self.checked.append((slot, self._sound(slot) if self._is_whole() else None))
         while (written := self._written.get()) is not None:
+            if not self._is_whole():
+                continue
             slot, version, digest = written
             checksum = self._checksum(slot, digest)
             self._records["digest"][slot] = np.frombuffer(digest, np.uint8)
             self._records["checksum"][slot] = checksum
             with self._lock:
                 self._records["used"][slot] = self._versions[slot] == version
+
+    def _sound(self, slot: int) -> bytes | None:
+        """Return the digest of an earlier process's page; None if its content is not what was written."""
+        record = self._records[slot]
+        digest = record["digest"].tobytes()
+        return digest if record["used"] and self._checksum(slot, digest) == record["checksum"] else None
+
+    def _is_whole(self) -> bool:
+        return os.fstat(self._file).st_size >= self._size
 
     def _checksum(self, slot: int, digest: bytes) -> int:
         return zlib.crc32(self.rows[slot], zlib.crc32(digest))
