@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.generate.beam_search import beam_search
+from jaxserve.api.generate.beam_search import Beam, beam_search
+from jaxserve.api.generate.generation import PromptTask
+from jaxserve.api.generate.modes import _beam_output
 from jaxserve.api.generate.repetition import Repetitions
 from jaxserve.api.tasks.task import RepetitionRule
 from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.output import FinishReason, TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
 
@@ -78,6 +81,31 @@ def test_beam_search_over_the_wire(server: LiveServer, client: Any) -> None:
         assert response.status_code == 400 and next(iter(unheard)) in response.json()["error"]["message"], unheard
     response = server.post("/v1/completions", {"model": "demo", "prompt": "x", "length_penalty": 1.0})
     assert response.json()["error"]["param"] == "length_penalty"
+
+
+def test_beams_show_the_log_probabilities_of_the_prompt(server: LiveServer) -> None:
+    server.link.script = lambda prompt, params: [prompt[-1] + 1]
+    body = {"model": "demo", "prompt": [300, 301, 302], "n": 2, "max_tokens": 2, "logprobs": 1, "echo": True}
+    plain = server.post("/v1/completions", body).json()["choices"]
+    beams = server.post("/v1/completions", body | {"use_beam_search": True, "prompt_logprobs": 0}).json()["choices"]
+    for one, beam in zip(plain, beams, strict=True):
+        known, found = one["logprobs"]["token_logprobs"], beam["logprobs"]["token_logprobs"]
+        assert len(found) == len(beam["logprobs"]["tokens"]) == 5
+        assert found[:3] == known[:3] and found[0] is None
+        assert [each and len(each) for each in beam["prompt_logprobs"]] == [None, 1, 1]
+
+
+def test_the_text_of_a_beam_depends_on_the_prompt_and_on_who_reads_it(shared_data: Any) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / "models/stories260K-hf")
+    once = tokenizer.encode("Once", add_special_tokens=False)
+    beam, params = Beam((*once, 1)), SamplingParams(visible_token_ids=(1,))
+    assert _beam_output(0, beam, PromptTask(tokenizer.encode("a"), params), tokenizer).text == " Once<s>"
+
+
+def test_a_request_with_the_rule_of_repetitions_gets_no_drafts(server: LiveServer) -> None:
+    reply_with(server, [7, 11, 12])
+    server.post("/v1/completions", {"model": "demo", "prompt": "x", "repetition_detection": {"max_pattern_size": 4}})
+    assert not server.link.seen[-1].params.speculate
 
 
 def test_the_rule_of_repetitions() -> None:

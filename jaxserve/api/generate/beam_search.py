@@ -20,12 +20,16 @@ MAX_WIDTH = 10  # a step needs twice as many log-probabilities as beams, and the
 
 @dataclass(frozen=True)
 class Beam:
-    """The tokens of one candidate output with their log-probabilities, and the sum of these."""
+    """The tokens of one candidate output with their log-probabilities, and the sum of these.
+
+    prompt_logprobs: of the tokens of the prompt, if the request asks for them
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     total: float = 0.0
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def score(self, length_penalty: float) -> float:
         return self.total / max(1, len(self.token_ids)) ** length_penalty
@@ -34,8 +38,13 @@ class Beam:
         chosen = msgspec.structs.replace(
             entry, token_id=token_id, logprob=logprob, rank=1 + entry.top_ids.index(token_id)
         )
-        reason = FinishReason.STOP if ended else None
-        return Beam((*self.token_ids, token_id), (*self.logprobs, chosen), self.total + logprob, reason)
+        return Beam(
+            (*self.token_ids, token_id),
+            (*self.logprobs, chosen),
+            self.total + logprob,
+            FinishReason.STOP if ended else None,
+            self.prompt_logprobs,
+        )
 
 
 async def beam_search(
@@ -52,26 +61,20 @@ async def beam_search(
     score: sum of log-probabilities / length ** length_penalty, over output tokens
     """
     ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-    step = msgspec.structs.replace(
-        params,
-        n=1,
-        max_tokens=1,
-        min_tokens=0,
-        temperature=0.0,
-        logprobs=2 * width,
-        prompt_logprobs=None,
-        ignore_eos=True,
+    first = msgspec.structs.replace(
+        params, n=1, max_tokens=1, min_tokens=0, temperature=0.0, logprobs=2 * width, ignore_eos=True
     )
+    later = msgspec.structs.replace(first, prompt_logprobs=None)
     live, complete = [Beam()], list[Beam]()
-    for _ in range(params.max_tokens or 1):
-        entries = await asyncio.gather(*(_next(generate, [*prompt_token_ids, *beam.token_ids], step) for beam in live))
+    for number in range(params.max_tokens or 1):
+        step = later if number else first
+        entries = await asyncio.gather(*(_next(generate, prompt_token_ids, beam, step) for beam in live))
         if None in entries:  # aborted: return the beams so far, filled up to the requested number
             live = [replace(beam, finish_reason=FinishReason.ABORT) for beam in live] * width
             break
         candidates = [
             (beam, entry, token_id, logprob)
-            for beam, entry in zip(live, entries, strict=True)
-            if entry is not None
+            for beam, entry in filter(None, entries)
             for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
         candidates.sort(key=lambda each: -(each[0].total + each[3]))
@@ -85,13 +88,17 @@ async def beam_search(
     return found[:width]
 
 
-async def _next(generate: Generate, token_ids: list[int], params: SamplingParams) -> TokenLogprobs | None:
-    """Return the model's predictions after `token_ids`; None if the request is aborted."""
-    stream = generate(token_ids, params)
+async def _next(
+    generate: Generate, prompt_token_ids: list[int], beam: Beam, params: SamplingParams
+) -> tuple[Beam, TokenLogprobs] | None:
+    """Return the beam and the model's predictions after it; None if the request is aborted."""
+    stream = generate([*prompt_token_ids, *beam.token_ids], params)
     async with aclosing(stream):
         async for output in stream:
+            if output.prompt_logprobs is not None:
+                beam = replace(beam, prompt_logprobs=output.prompt_logprobs)
             if output.logprobs:
-                return output.logprobs[0]
+                return beam, output.logprobs[0]
             if output.finish_reason is FinishReason.ABORT:
                 return None
     raise RuntimeError("a step of the beam search made no token")

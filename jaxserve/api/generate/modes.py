@@ -19,9 +19,9 @@ from jaxserve.api.tasks.extras import check_no_extras
 from jaxserve.api.tasks.sampling import logit_changes
 from jaxserve.api.tasks.task import Mode, RepetitionRule
 from jaxserve.errors import InvalidValueError
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason
+from jaxserve.types.output import FinishReason, TokenOutput
 
 
 def with_beam_search(prompt: PromptTask, mode: Mode, state: ServerState) -> PromptTask:
@@ -56,31 +56,30 @@ def with_beam_search(prompt: PromptTask, mode: Mode, state: ServerState) -> Prom
 
 
 def _beam_output(index: int, beam: Beam, prompt: PromptTask, tokenizer: Tokenizer) -> RequestOutput:
-    params, ids = prompt.params, list(beam.token_ids)
-    ended = beam.finish_reason is FinishReason.STOP
-    shown = ids[:-1] if ended and not params.include_stop_str_in_output else ids
-    top = params.logprobs
+    params, top = prompt.params, prompt.params.logprobs
     entries = [
         msgspec.structs.replace(entry, top_ids=entry.top_ids[:top], top_logprobs=entry.top_logprobs[:top])
         for entry in beam.logprobs
     ]
-    return RequestOutput(
-        "",
-        index,
-        text=tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens),
-        token_ids=ids,
+    output = TokenOutput(
+        request_id="",
+        token_ids=list(beam.token_ids),
         logprobs=None if top is None else entries,
+        prompt_logprobs=beam.prompt_logprobs,
         finish_reason=beam.finish_reason or FinishReason.LENGTH,
-        matched_stop=ids[-1] if ended else None,
-        num_prompt_tokens=len(prompt.prompt_token_ids),
-        num_output_tokens=len(ids),
+        stop_token_id=beam.token_ids[-1] if beam.finish_reason is FinishReason.STOP else None,
     )
+    return SequenceText("", index, prompt.prompt_token_ids, params, tokenizer).push(output)
 
 
 def with_repetition_rule(prompt: PromptTask, rule: RepetitionRule | None) -> PromptTask:
-    """Return `prompt` so that an output that repeats itself ends."""
+    """Return `prompt` so that an output that repeats itself ends.
+
+    It gets no drafts: an output of several tokens could not be cut where the repetition begins.
+    """
     if rule is None:
         return prompt
+    prompt = replace(prompt, params=msgspec.structs.replace(prompt.params, speculate=False))
 
     def run(generate: Generate) -> Stream:
         return end_repetitions(_stream(prompt, generate), rule, prompt.params.n, prompt.signal.abort_choice)
