@@ -82,7 +82,10 @@ def open_store(section: StoreSection) -> tuple[Store | None, str]:
 
 
 class Launch:
-    """One run of the server. make_link: makes the connection to each engine; None: to child processes."""
+    """One run of the server.
+
+    make_link: makes the connection to each engine; None: the engines are child processes
+    """
 
     def __init__(
         self,

@@ -24,7 +24,8 @@ def label_token_ids(section: ModelSection, directory: Path, tokenizer: Tokenizer
     """Return the tokens by which the model says not relevant and relevant; () if it is no such reranker.
 
     The configuration decides, else the module LogitScore of sentence-transformers, else a chat template with the roles
-    `query` and `document` and the words yes and no. Raises ConfigError for words that are not two tokens.
+    `query` and `document` and the words yes and no. Raises ConfigError for words that are not two tokens, and
+    ModelLoadError for a LogitScore that names no two.
     """
     if section.classifier_from_token:
         return _tokens(section.classifier_from_token, tokenizer)

@@ -147,7 +147,7 @@ def _flags_of(name: str, value: Any) -> list[str]:
         return [word for key, inner in value.items() for word in _flags_of(f"{name}.{key}", inner)]
     flag = "--" + name.replace("_", "-")
     if value is None:
-        return [f"{flag}=null"] if "." in name else []  # vLLM's None is its default
+        return [f"{flag}=null"] if "." in name else []  # in vLLM None means the default
     if isinstance(value, list) and not any(isinstance(each, dict | list) for each in value):
         return [f"{flag}={_text(each)}" for each in value]
     return [f"{flag}={_text(value)}"]

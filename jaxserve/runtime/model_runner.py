@@ -5,9 +5,9 @@ decides which request runs when and which page belongs to whom. A step depends o
 arrays on the device.
 
 A step of decode rows only is one dispatch, `decode[B]`. If one of its rows has a token mask or requests a rare output,
-the step is `decode_hidden[B]` followed by `head_sample[R]`: the host computes the masks during the forward pass. With
-drafts it is `decode_hidden[T]` followed by `verify[T]`. Every other step (prefill, deterministic mode) is `extend[T]`
-followed by `head_sample[R]` for the rows that sample.
+or if `decode[B]` is not compiled yet, the step is `decode_hidden[B]` followed by `head_sample[R]`: the host computes
+the masks during the forward pass. With drafts it is `decode_hidden[T]` followed by `verify[T]`. Every other step
+(prefill, deterministic mode) is `extend[T]` followed by `head_sample[R]` for the rows that sample.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class ModelRunner:
 
     @property
     def num_programs(self) -> int:
-        """Programs compiled at start, those included that are still to compile."""
+        """Number of programs of the start, including those that are still being compiled."""
         return len(self.compiled) + self.late.total - self.late.done
 
     @property

@@ -29,7 +29,10 @@ class DraftRecord:
     num_compared: int = 0
 
     def compare(self, position: int, token_ids: Sequence[int]) -> None:
-        """Compare the drafts with the output's tokens from `position` on, computed as drafts or not."""
+        """Update `rate` by the output's tokens from `position` on, if the drafts are for that position.
+
+        It does not matter whether the drafts were computed in a step or only guessed.
+        """
         if position != self.position:
             return
         for draft, token in zip(self.drafts, token_ids, strict=False):

@@ -226,7 +226,11 @@ class Store:
         max_line_bytes: int,
         missing_line: MissingLine | None,
     ) -> BatchRecord | None:
-        """Write the output files and the final state, all or nothing."""
+        """Write the output files and the final state, all or nothing. Returns None as `move_batch` returns False.
+
+        max_line_bytes: a longer line of the input is no request. missing_line: makes the line of the error file for a
+        request without a result; None: such requests get none.
+        """
         published = await asyncio.to_thread(self._publish, batch, target, max_line_bytes, missing_line)
         return await self.get_batch(batch.id) if published else None
 

@@ -1,7 +1,7 @@
-"""The tokenizer of a model directory: text to token ids and back, and the exact bytes of every token.
+"""The tokenizer of a model directory or GGUF file: text to token ids and back, and the bytes of every token.
 
-Owns what `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` say about tokens. Knows nothing of
-requests, templates' meaning or the device.
+Owns what the files of a tokenizer, `generation_config.json` and `config.json` say about tokens. Knows nothing of
+requests, of what templates mean, or of the device.
 
 Use:
     tokenizer = Tokenizer.from_directory(path)
@@ -42,7 +42,7 @@ class Tokenizer:
 
     Attributes:
         strips_first_space: a decoded text drops the space its first token carries (sentencepiece)
-        vocab_size: one more than the largest token id, added tokens included (the model's may be padded above it)
+        vocab_size: number of tokens; if more, one more than the largest id of an added token. The model's may be larger
         special_ids: ids that `skip_special_tokens` drops
         bos_token, eos_token, pad_token, unk_token: their texts, or None
         eos_token_ids: ids that end a sequence (the tokenizer's and the model's), the tokenizer's first
@@ -136,7 +136,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that this token adds to the output; none for an id outside the vocabulary.
 
-        The bytes of all tokens make the text, also if a character is split between tokens.
+        The bytes of all tokens make the text, also if a character is split between tokens. Not so with decoder_kind
+        "other": these are the bytes of the token decoded alone.
         """
         found = self._bytes.get(token_id)
         if found is None:

@@ -18,7 +18,7 @@ from jaxserve.types.bounds import Int32
 
 MAX_LOGPROB_IDS = 128  # token ids whose log-probabilities a request may ask for; the size of the device's array
 
-MAX_CANDIDATES = 256  # of a token, that are returned at most
+MAX_CANDIDATES = 256  # most candidates of one token that are returned
 
 HiddenStates = Literal["", "last", "all"]
 

@@ -106,7 +106,7 @@ class Generation:
         self._cached = [0] * len(self.prompts)
         self._outboxes: WeakSet[Outbox] = WeakSet()
         self._key = self.state.key_usages.of(self.caller.owner)
-        self._is_begun = False  # the engine was asked for a part
+        self._is_begun = False  # the engine has got a prompt of this request
 
     def _check_size(self) -> None:
         """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""

@@ -94,6 +94,6 @@ class BodySum:
         self._row[self._column] += size
 
     def check(self, more: int, limit: int) -> None:
-        """Raises QueueFullError if `size` more bytes would exceed the limit."""
+        """Raises QueueFullError if `more` bytes would exceed the limit."""
         if self.held + more > limit:
             raise QueueFullError(f"The bodies of requests in hand are more than {limit} bytes.")

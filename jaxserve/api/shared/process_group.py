@@ -70,7 +70,7 @@ class ProcessGroup:
         return self.row != MAIN
 
     def bodies(self) -> BodySum:
-        """Return the counter of this process's bodies, which is limited by the sum of all."""
+        """Return the counter of the bytes of this process's bodies. Its limit is for the bytes of all processes."""
         return BodySum(self.board.rows[self.row], _BODIES, lambda: self.board.total(_BODIES))
 
     def count_running(self, count: int) -> None:
@@ -88,7 +88,7 @@ class ProcessGroup:
         return Load(int(row[_LIVE]), int(row[_WAITING]))
 
     def join(self, usages: KeyUsages) -> None:
-        """Share the counts of every key."""
+        """Let every key count the requests and tokens of all processes."""
         for number, usage in enumerate(usages.all()):
             usage.peers = SharedCounts(self, _FIXED + number * _A_KEY)
 

@@ -44,7 +44,10 @@ def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, p
 
 
 def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
-    """Add the candidates of each draw to `params`, if `wanted`. Raises InvalidValueError if that is impossible."""
+    """Ask for the candidates of each draw in `params`, if `wanted`.
+
+    Raises InvalidValueError if too many tokens could be candidates, or for a mode without `wanted`.
+    """
     if not wanted:
         if mode is not None:
             message = "sampling_logprobs_mode needs return_sampling_mask: true."

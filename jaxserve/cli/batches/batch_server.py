@@ -56,7 +56,7 @@ class BatchServer:
             return self._call("POST", "/files", ("id",), data={"purpose": "batch"}, files=parts)["id"]
 
     def create(self, body: dict[str, Any], key: str) -> dict[str, Any]:
-        """Create a batch. key: for the server to know a second attempt"""
+        """Create a batch. A second call with the same key returns the same batch. Raises ConfigError."""
         return self._call("POST", "/batches", _BATCH, json=body, headers={"Idempotency-Key": key})
 
     def batch(self, batch_id: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Parse the words of a command line into values of configuration keys.
 
-A flag is `--section.key value`, `--section.key=value`, or alone for true. Short names and the names of other servers
-are in foreign_flags.py. One word without a dash is the model.
+A flag is `--section.key value`, `--section.key=value`, or alone for true. A few have short names (`SHORT`), and the
+names of other servers are in foreign_flags.py. One word without a dash is the model.
 """
 
 from __future__ import annotations

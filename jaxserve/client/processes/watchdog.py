@@ -14,7 +14,7 @@ MAX_GAP = 2 * LOOK_INTERVAL
 
 
 class Watchdog:
-    """Call `look` every LOOK_INTERVAL. `silent` and `stuck` are in seconds."""
+    """The seconds without progress: `silent` and `stuck`. The owner calls `look` every LOOK_INTERVAL."""
 
     def __init__(self) -> None:
         self.silent = 0.0  # without a heartbeat

@@ -61,7 +61,7 @@ class EngineCalls:
             future.set_exception(_ERRORS.get(reply.status, ServerError)(reply.error))
 
     def ready(self) -> None:
-        """Note that an engine is ready, which takes calls."""
+        """Note that the engine is ready and takes calls."""
         self._failure = None
 
     def fail(self, error: HTTPError) -> None:

@@ -20,7 +20,7 @@ from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
 
 
 class ReplicaChoice:
-    """router: None until the page size is known, and if there is one replica"""
+    """Chooses the replica of each request. router: None until the page size is known, and if there is one replica"""
 
     def __init__(self, replicas: Sequence[Replica], roles: Roles) -> None:
         self._replicas = replicas

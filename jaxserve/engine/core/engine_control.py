@@ -237,7 +237,10 @@ class EngineControl:
 
 @contextmanager
 def old_weights_stay() -> Iterator[None]:
-    """Raise ServerError for what a file, the memory or a device raises in the body before anything is replaced."""
+    """Raise ServerError for an exception in the body, which prepares new weights and replaces none.
+
+    A JaxserveError passes unchanged. The others come from a file, the memory or a device.
+    """
     try:
         yield
     except JaxserveError:

@@ -38,7 +38,10 @@ class ServingState:
         self.finishing = frozenset(() if self.halted else request_ids)
 
     def pauses_now(self, live_ids: Iterable[str]) -> bool:
-        """Pause if the requests that the pause waits for have ended. live_ids: of all that have not."""
+        """Pause if the requests that the pause waits for have ended; return whether it did.
+
+        live_ids: ids of all requests that have not ended
+        """
         if self.finishing is None or not self.finishing.isdisjoint(live_ids):
             return False
         self.finishing, self.paused = None, self.paused or "retract"

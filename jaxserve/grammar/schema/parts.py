@@ -1,5 +1,6 @@
-"""Changes JSON schemas part by part: which values of a schema are schemas, which have names of their own, which are
-data.
+"""Apply a change to each part of a JSON schema.
+
+Knows which values of a schema are schemas, which are objects of schemas by name, and which are data.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _FREE = {"dtype", "generation", "eos_token_ids", "max_position_embeddings"}
 
 
 class WeightSource(Protocol):
-    """New weights, checked."""
+    """New weights, whose names, shapes and dtypes fit the model."""
 
     @property
     def parameters(self) -> frozenset[str]:

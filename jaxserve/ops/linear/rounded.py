@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from jaxserve.ops.linear.tpu_layout import multiply_as_kept
 from jaxserve.ops.quantized import Quantized
 
-FEW_ROWS = 128  # of x: with so few 8-bit products are no faster
+FEW_ROWS = 128  # rows of x up to which 8-bit products are no faster
 GROUP_NUMBERS = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
 TILE_OUTPUTS = 128  # outputs of a weight in groups are a multiple
 _MAX_DEPTH = 2**17  # of K: the sum of so many products of int8 fits in int32

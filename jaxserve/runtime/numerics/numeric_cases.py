@@ -233,7 +233,7 @@ def attention(backend: Backend, dtype: jnp.dtype, tolerance: float) -> NumericCa
 
 
 def sampler() -> NumericCase:
-    """Make the likeliest token, the filters, the draw and its random numbers."""
+    """Make the sampler's parts: likeliest token, filters, draw and random numbers."""
     weights = np.random.default_rng(3).integers(0, 64, (3, _VOCAB)).astype(np.float32)
     weights[:, 17] = 256  # the largest of a row is 1
     shares = weights / 256

@@ -171,6 +171,6 @@ def draw_marked(probs: jax.Array, keys: jax.Array, recent: jax.Array, vocab: Voc
 
 
 def random_uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Return one float32 in (0, 1) per row, [R], from its seed, uint32 [R, 2], and its position, int32 [R]."""
+    """Return one float32 in (0, 1] per row, [R], from its seed, uint32 [R, 2], and its position, int32 [R]."""
     bits, _ = threefry2x32(seed[:, 0], seed[:, 1], position.astype(jnp.uint32), jnp.zeros_like(seed[:, 0]))
     return ((bits >> 8).astype(jnp.float32) + 0.5) * np.float32(2**-24)

@@ -1,7 +1,7 @@
-"""A published config.json (and generation_config.json), translated into ModelConfig.
+"""Translate a published config.json (and generation_config.json), or a GGUF file's header, into ModelConfig.
 
-Reads the keys common to all families, which `published_keys` has completed; the family adds its own. Reads JSON only:
-no code of a checkpoint is run.
+Reads the keys common to all families, which `published_keys` has completed; the family adds its own. No code of a
+checkpoint is run.
 """
 
 from __future__ import annotations

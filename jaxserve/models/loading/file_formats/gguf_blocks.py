@@ -120,7 +120,7 @@ class BlockTensor:
         return self.block.numbers(self._raw_rows(first, last)).reshape(-1, *self.shape[1:])
 
     def unpacked(self, first: int, last: int) -> Unpacked:
-        """Return the rows [first, last) of a matrix of a type with a layout."""
+        """Return the rows [first, last) of a matrix as codes and scales. Its type must have a layout."""
         assert self.block.layout is not None
         return self.block.layout.read(self._raw_rows(first, last))
 

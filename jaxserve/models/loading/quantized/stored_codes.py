@@ -29,7 +29,7 @@ _MARKS = {
 _G_IDX = "weight_g_idx"
 _PLACES = ("g_idx", _G_IDX)  # the group of each input, by GPTQ and by compressed-tensors
 _INT8, _INT32 = np.dtype(np.int8), np.dtype(np.int32)
-# of tensors that hold codes; others are integers, or numbers if they are scales
+# The dtype of tensors that hold codes. Any other tensor has floating-point numbers if it has scales, else integers.
 _DTYPES = MappingProxyType({"weight": _INT8, "weight_packed": _INT32, "qweight": _INT32, "qzeros": _INT32})
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # in an int32, of the codes of eight successive outputs
 
