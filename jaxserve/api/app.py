@@ -134,10 +134,8 @@ async def stop_background(app: FastAPI) -> None:
         await app.state.responses.background.stop()
 
 
-def check_files(app: FastAPI) -> bool:
-    """Load and render the chat template; return whether the tokenizer was already loaded. Blocks. Raises
-    ConfigError.
-    """
+def check_chat_template(app: FastAPI) -> bool:
+    """Render the chat template; return False if the tokenizer is not loaded yet. Blocks. Raises ConfigError."""
     state: ServerState = app.state.server
     try:
         check_template(state)

@@ -39,7 +39,7 @@ from jaxserve.api.response_state.conversation_protocol import (
     ObjectDeleted,
     UpdateConversationRequest,
 )
-from jaxserve.api.responses.answers import InputTokens, ResponseAnswer, ResponseEvent
+from jaxserve.api.responses.answer_schemas import InputTokens, ResponseAnswer, ResponseEvent
 from jaxserve.api.responses.protocol import ResponsesRequest
 from jaxserve.api.scoring.protocol import Classified, ClassifyRequest, Reranked, RerankRequest, Scored, ScoreRequest
 

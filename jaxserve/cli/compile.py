@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jaxserve.cli.main import imported
 from jaxserve.cli.options.settings import load_config
-from jaxserve.cli.start import check_files
+from jaxserve.cli.start import check_model_paths
 from jaxserve.device_platform import platform_of
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(words)
     config = load_config(rest, os.environ)
     configure_logging(config.logging)
-    check_files(config)
+    check_model_paths(config)
     tuning = _prepare(options.target, options.autotuning, options.save_autotuning)
     if options.save_autotuning is not None and platform_of(config) != "gpu":
         raise ConfigError("--save-autotuning is for a GPU", fix="leave it out")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import uvloop
 
-from jaxserve.api.app import check_files, create_app, stop_background, warm_up
+from jaxserve.api.app import check_chat_template, create_app, stop_background, warm_up
 from jaxserve.api.shared.process_group import GroupKeeper
 from jaxserve.api.shared.sealing import sealing_key
 from jaxserve.cli.serving.heap import keep_heap_small
@@ -196,11 +196,11 @@ class Launch:
         with contextlib.nullcontext() if self._quiet else StartProgress(began=command_began()) as progress:
             while self.engine.status.phase == "loading":
                 status = await self.engine.next_status()
-                checked = checked or await asyncio.to_thread(check_files, self._app)
+                checked = checked or await asyncio.to_thread(check_chat_template, self._app)
                 if progress is not None:
                     progress.show(status)
         if self.engine.status.phase == "ready":
-            await asyncio.to_thread(check_files, self._app)
+            await asyncio.to_thread(check_chat_template, self._app)
             await warm_up(self._app)
             if self._workers is not None:
                 await self._workers.prepare()

@@ -21,7 +21,7 @@ from jaxserve.cli.options.settings import read_yaml, validate
 from jaxserve.cli.serving.heap import keep_heap_small
 from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
-from jaxserve.cli.start import check_files
+from jaxserve.cli.start import check_model_paths
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.config_sections.models import ModelEntry, own_sections
 from jaxserve.config_sections.value_types import reveal
@@ -75,7 +75,7 @@ def _plan(config: Config, entry: ModelEntry, store: Path | None, admin_key: str)
         tree["store"] = {"path": None if store is None else store / quote(entry.name, safe="")}
         own = validate(tree)
         names = tuple(dict.fromkeys((entry.name, *own.model.served_name)))
-        check_files(own)
+        check_model_paths(own)
     except ConfigError as error:
         raise ConfigError(f"models.served, {entry.name}: {error}", fix=error.fix) from None
     return ModelPlan(entry, own.replace(model={"served_name": names}), names)

@@ -39,7 +39,7 @@ def run(words: Sequence[str]) -> int:
     check_hosts(config)
     if config.models.served:
         return imported("jaxserve.cli.several").serve(config)
-    check_files(config)
+    check_model_paths(config)
     if config.mesh.host_rank > 0:
         return imported("jaxserve.cli.follow").serve(config)
     print(f"jaxserve {__version__} starts with {config.model.path or DEMO}", file=sys.stderr, flush=True)
@@ -61,7 +61,7 @@ def start_engine(config: Config) -> EngineChild | None:
     return EngineChild(ENGINE_MODULE, config.without_secrets().model_dump_json())
 
 
-def check_files(config: Config) -> None:
+def check_model_paths(config: Config) -> None:
     """Check the paths of the model and the tokenizer. Raises ConfigError."""
     if config.model.path is not None:
         check_local_model(config.model.path)

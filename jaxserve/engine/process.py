@@ -1,4 +1,4 @@
-"""The engine process: `python -m jaxserve.engine.process DIR`, started only by ProcessLink."""
+"""The engine process: `python -m jaxserve.engine.process DIR`, started only by `EngineChild`."""
 
 from __future__ import annotations
 

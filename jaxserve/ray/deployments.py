@@ -24,7 +24,7 @@ from starlette._utils import get_route_path
 from starlette.requests import Request
 from starlette.types import Message
 
-from jaxserve.api.app import check_files, create_app, warm_up
+from jaxserve.api.app import check_chat_template, create_app, warm_up
 from jaxserve.cli.options.settings import load_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.errors import EngineDeadError, NotReadyError, QueueFullError
@@ -78,7 +78,7 @@ class EngineReplica:
             self._app = create_app(self._engine, config, no_store=NO_STORE)
             self._served = with_allowed_hosts(self._app, config.server)
             await (self._engine.start() if self._group is None else self._group.start(self._engine.start()))
-            await asyncio.to_thread(check_files, self._app)
+            await asyncio.to_thread(check_chat_template, self._app)
             await stack.enter_async_context(self._app.router.lifespan_context(self._app))
             await warm_up(self._app)
         except BaseException:

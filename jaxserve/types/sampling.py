@@ -93,6 +93,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking: ThinkingBudget | None = None
 
 
+EMBED = SamplingParams(embed=True, max_tokens=0)  # of a request for an embedding or for the numbers of a head
+
+
 class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     """The owner of a request, among whom the engine is shared fairly."""
 

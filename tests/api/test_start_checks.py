@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken
 
-from jaxserve.api.app import check_files, create_app, warm_up
+from jaxserve.api.app import check_chat_template, create_app, warm_up
 from jaxserve.api.shared.start_checks import check_template, check_vocabulary
 from jaxserve.api.shared.state import ServerState
 from jaxserve.config import Config
@@ -73,7 +73,7 @@ def test_good_files_pass_in_silence(caplog: pytest.LogCaptureFixture, tmp_path: 
 def test_before_the_tokenizer_is_loaded_nothing_is_known() -> None:
     async def check() -> bool:
         engine, _ = fake_engine()
-        return check_files(create_app(engine, Config()))
+        return check_chat_template(create_app(engine, Config()))
 
     assert asyncio.run(check()) is False
 

@@ -28,7 +28,7 @@ from jaxserve.api.response_state.keeper import StoreKeeper, without_output
 from jaxserve.api.response_state.service import StoredResponses, stored_responses
 from jaxserve.api.response_state.stored_routes import followed
 from jaxserve.api.responses.answer import Keeper, ResponsesAnswer
-from jaxserve.api.responses.answers import InputTokens, ResponseAnswer, ResponseEvent
+from jaxserve.api.responses.answer_schemas import InputTokens, ResponseAnswer, ResponseEvent
 from jaxserve.api.responses.protocol import ResponsesRequest
 from jaxserve.api.responses.task import EarlierItems, ResponseName, input_messages, responses_task
 from jaxserve.api.shared.keys import Caller, caller_of

@@ -19,7 +19,7 @@ from jaxserve.api.respond.wire import json_response
 from jaxserve.api.response_state.conversation_protocol import ItemList, ObjectDeleted, item_object
 from jaxserve.api.response_state.event_log import event_type, response_object
 from jaxserve.api.response_state.service import StoredResponses
-from jaxserve.api.responses.answers import ResponseAnswer, ResponseEvent
+from jaxserve.api.responses.answer_schemas import ResponseAnswer, ResponseEvent
 from jaxserve.api.responses.protocol import SHOWS_SEALED, Include
 from jaxserve.api.shared.body_cost import LARGE_BYTES
 from jaxserve.api.shared.keys import caller_of

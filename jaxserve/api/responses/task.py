@@ -28,8 +28,6 @@ from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedPa
 from jaxserve.grammar.translate import schema_spec
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
-RESPONSES_ROUTE = RESPONSES_PREFIX
-
 _SAMPLING = frozenset(SamplingFields.model_fields) & frozenset(ResponsesRequest.model_fields)
 
 Json = dict[str, Any]
@@ -109,7 +107,7 @@ async def responses_task(
 ) -> ResponsesTask:
     """Read and check a body. Raises a RequestError that names the field. owner: the key's name"""
     _check(body)
-    tools = response_tools(body, lambda kind: state.unknown_fields.note(RESPONSES_ROUTE, [kind]))
+    tools = response_tools(body, lambda kind: state.unknown_fields.note(RESPONSES_PREFIX, [kind]))
     found = await _conversation(body, state, owner, earlier)
     include = body.include or ()
     logprobs = (body.top_logprobs or 0) if SHOWS_LOGPROBS in include else None
@@ -144,7 +142,7 @@ async def responses_task(
 async def input_messages(body: ResponsesRequest, state: ServerState, owner: str, earlier: EarlierItems) -> ChatMessages:
     """Return the conversation whose tokens are counted. Raises a RequestError that names the field."""
     _check(body)
-    tools = response_tools(body, lambda kind: state.unknown_fields.note(RESPONSES_ROUTE, [kind]))
+    tools = response_tools(body, lambda kind: state.unknown_fields.note(RESPONSES_PREFIX, [kind]))
     return _messages(await _conversation(body, state, owner, earlier), 0, body, tools, earlier)
 
 
@@ -166,7 +164,7 @@ async def _conversation(body: ResponsesRequest, state: ServerState, owner: str, 
         return state.seal.open(sealed, model, owner)
 
     def note(kind: str) -> None:
-        state.unknown_fields.note(RESPONSES_ROUTE, [kind])
+        state.unknown_fields.note(RESPONSES_PREFIX, [kind])
 
     reader = ItemReader(state.takes_late_system, unsealed, note)
 

@@ -21,12 +21,12 @@ from jaxserve.api.protocol.answers import Embeddings
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.keys import caller_of
-from jaxserve.api.shared.probe import EMBED
 from jaxserve.api.shared.state import ServerState, server_state
 from jaxserve.api.tasks.fields import as_prompts, new_id
 from jaxserve.api.tasks.task import RequestOptions
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.types.messages import EngineInfo
+from jaxserve.types.sampling import EMBED
 
 router = APIRouter()
 

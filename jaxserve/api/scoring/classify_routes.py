@@ -21,11 +21,11 @@ from jaxserve.api.scoring.protocol import Classified, ClassifyRequest
 from jaxserve.api.scoring.routes import listed
 from jaxserve.api.scoring.task import check_keep, scoring_options
 from jaxserve.api.shared.keys import caller_of
-from jaxserve.api.shared.probe import EMBED
 from jaxserve.api.shared.state import server_state
 from jaxserve.api.tasks.fields import as_prompts
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.messages import EngineInfo
+from jaxserve.types.sampling import EMBED
 
 router = APIRouter()
 

@@ -15,13 +15,12 @@ from jaxserve.api.generate.prompts import TextCut, whole_text
 from jaxserve.api.scoring.pair_prompts import cut_text, pair_prompt
 from jaxserve.api.scoring.task import PairTask
 from jaxserve.api.shared.keys import Caller
-from jaxserve.api.shared.probe import EMBED
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.task import RequestOptions
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.messages import EngineInfo
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.sampling import EMBED, SamplingParams
 
 Scores = tuple[list[float], int]  # a score per document, the prompt tokens
 LEAST_LOGPROB = -1e4  # in place of minus infinity

@@ -9,14 +9,13 @@ from typing import Any, cast
 
 from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.errors import NotReadyError, QueueFullError
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.sampling import EMBED, SamplingParams
 
 TIMEOUT = 20.0  # seconds; as in SGLang
 PROBE_INTERVAL = 0.1
 STATS_AGE = 1.0  # maximum age of the engine's counters, in seconds
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-EMBED = SamplingParams(embed=True, max_tokens=0)
 
 
 async def check_generates(engine: EngineProtocol) -> None:

@@ -2,8 +2,8 @@
 
     body -> task (this folder) -> engine work (api/generate) -> outputs -> wire (api/respond)
 
-A route turns its body into a task. Nothing after that sees the body, so another API needs only its own file in this
-folder and a writer in api/respond.
+A route turns its body into a task. Nothing after that sees the body, so another API needs only a folder with its own
+reader of bodies and its own writer of answers, as api/messages.
 """
 
 from __future__ import annotations

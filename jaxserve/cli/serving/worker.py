@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 from fastapi import FastAPI
 
-from jaxserve.api.app import check_files, create_app, warm_up
+from jaxserve.api.app import check_chat_template, create_app, warm_up
 from jaxserve.api.shared.process_group import ProcessGroup
 from jaxserve.api.shared.state import ServerState
 from jaxserve.cli.serving.heap import keep_heap_small
@@ -83,7 +83,7 @@ class Worker:
 
     async def _prepare(self) -> None:
         """Return once requests are answered without delay. The engine is ready."""
-        await asyncio.to_thread(check_files, self._app)
+        await asyncio.to_thread(check_chat_template, self._app)
         await warm_up(self._app)
         while not self._server.started:
             await asyncio.sleep(READY_INTERVAL)
