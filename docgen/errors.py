@@ -20,8 +20,9 @@ _HEAD = """\
 Made by `python -m docgen.errors` from the code that raises the errors. Tests compare the sections with the code, and
 every error that they cause with this page.
 
-Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. After a stream has begun, an
-error is an event of the stream. A word in braces stands for a part that varies.
+An error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. Anthropic's and Ollama's routes
+have [forms of their own](routes.md). After a stream has begun, an error is an event of the stream. A word in braces
+stands for a part that varies.
 """
 
 

@@ -137,7 +137,8 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `GET /metrics` | Prometheus |
 | `GET /docs`, `GET /openapi.json` | this page with the responses, and as JSON |
 | `GET /key_usage` | requests and tokens of each key of `server.keys`; needs the admin key |
-| `POST /flush_cache`, `POST /abort_request` | need the admin key (`server.admin_api_key`); disabled without one |
+| `POST /flush_cache` | drop the prefix cache; needs the admin key (`server.admin_api_key`), disabled without one |
+| `POST /abort_request` | end requests; admin key, or with `server.keys` any key for its own requests |
 | `POST /update_weights_from_disk`, `/update_weights_from_tensor` | new weights ([weights.md](weights.md)); admin key |
 | `POST /update_weight_version` | another label for the weights; admin key |
 | `POST /get_weights_by_name` | rows of one tensor of the weights in use; admin key |
@@ -148,11 +149,11 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `POST /reset_prefix_cache` | as `/flush_cache`; admin key |
 | `GET /models`, `POST /models/load`, `/models/unload` | with [several models](several_models.md); admin key to load |
 
-Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. Null means that a field is
-absent. An unknown field is accepted and logged once. A field of OpenAI's, SGLang's or vLLM's API that is not supported
-is a 400 that names it (see the last table). Sampling fields that are not set have the value of the model's
-generation_config.json. `max_tokens` is limited to the rest of the context; a prompt that leaves no room is a 400. JSON
-nested deeper than 200 levels is refused.
+An error is `{"error": {"message", "type", "param", "code"}}`, except on Anthropic's and Ollama's routes (see below);
+`param` names the field ([errors.md](errors.md)). Null means that a field is absent. An unknown field is accepted and
+logged once. A field of OpenAI's, SGLang's or vLLM's API that is not supported is a 400 that names it (see the last
+table). Sampling fields that are not set have the value of the model's generation_config.json. `max_tokens` is limited
+to the rest of the context; a prompt that leaves no room is a 400. JSON nested deeper than 200 levels is refused.
 
 On `/v1/responses` a full queue is 503, because Codex gives up at a 429. What its body only offers (hosted tools, images
 for a model that reads text) is dropped and logged once. Streams have named events with `sequence_number`.

@@ -89,7 +89,8 @@ class ModelSection(Section):
     )
     revision: Text | None = Field(None, description="Branch, tag or commit of the model on the hub.")
     load_format: Literal["auto", "safetensors", "random"] = Field(
-        "auto", description="random: random weights from runtime.random_seed (null: 0), for benchmarks."
+        "auto",
+        description="auto: by the files. safetensors: as published. random: drawn, by runtime.random_seed (null: 0).",
     )
 
 
@@ -102,7 +103,11 @@ class SchedulerSection(Section):
     max_num_batched_tokens: Annotated[Int, Field(ge=1, le=2**20)] | Auto = Field(
         "auto", description="Maximum number of tokens per step, decode plus prefill. auto: 512 on CPU, 8192 elsewhere."
     )
-    policy: Literal["fcfs", "lpm", "priority"] = Field("fcfs", description="Order of the waiting queue.")
+    policy: Literal["fcfs", "lpm", "priority"] = Field(
+        "fcfs",
+        description="Order of the waiting queue. fcfs: by arrival. lpm: the longest cached prefix first. priority: the "
+        "lowest `priority` of the requests first.",
+    )
     max_queued_requests: Int = Field(
         4096, ge=1, le=10**6, description="Maximum number of waiting requests. Further ones get status 429."
     )
@@ -110,8 +115,7 @@ class SchedulerSection(Section):
         None, description="Maximum number of waiting prompt tokens. Further requests get status 429."
     )
     prefill_chunk_size: Annotated[Int, Field(ge=1, le=2**20)] | None = Field(
-        None,
-        description="Maximum number of prompt tokens per step. Default: max_num_batched_tokens.",
+        None, description="Maximum number of prompt tokens per step. Default: max_num_batched_tokens."
     )
     aging_steps: Int = Field(
         1024, ge=1, le=10**9, description="Number of steps after which no request may pass a waiting request."
@@ -133,20 +137,17 @@ class RuntimeSection(Section):
     experts: Literal["auto", "xla", "triton"] = Field(
         "auto",
         description="What multiplies rows by routed experts. auto: Triton kernels on a GPU, a Pallas kernel on a "
-        "TPU from v5e on (for bfloat16), C kernels with native attention, else XLA. An explicit choice never falls "
-        "back.",
+        "TPU from v5e on (for rows in bfloat16), C kernels with native attention, else XLA. An explicit choice never "
+        "falls back.",
     )
     products: Literal["auto", "exact", "rounded"] = Field(
         "auto",
-        description="Activations in linear layers. exact: as they are. rounded: as the weight's form, which is faster "
-        "with many rows. auto: rounded on a GPU or a TPU for checkpoints that were made for activations of 8 bits, "
-        "else exact. They round to 8 bits: a GPU of compute capability 8.9 or more for weights in "
-        "int8 and FP8 with one scale for a row, Hopper also in groups of 128, a TPU for int8 with one scale for a row; "
-        "not with runtime.deterministic. "
-        "A CPU rounds to bfloat16 for weights in bfloat16 and to 8 bits for weights in int8 and int4, twice to four "
-        "times as fast, about twice with AVX2. It needs AVX512_BF16 and AVX512_VNNI, or for int8 and int4 "
-        "AVX2 or NEON's dot products, where bfloat16 stays exact. "
-        "Weights in other forms and routed experts stay exact everywhere.",
+        description="Activations in linear layers. exact: as they are. rounded: as the weight's form allows, which is "
+        "faster with many rows. auto: rounded on a GPU or a TPU for checkpoints that were made for activations of 8 "
+        "bits, else exact. A GPU of compute capability 8.9 or more rounds to 8 bits for int8 and FP8 with one scale "
+        "for a row, Hopper also for groups of 128, a TPU for int8 with one scale for a row; with runtime.deterministic "
+        "these round nothing. A CPU with AVX512_BF16 and AVX512_VNNI rounds to bfloat16 for weights in bfloat16 and to "
+        "8 bits for int8 and int4; with AVX2 or NEON's dot products only the latter. All else stays exact.",
     )
     deterministic: bool = Field(
         False, description="Batch-invariant: the output is bitwise independent of other requests."
@@ -221,8 +222,7 @@ class ServerSection(Section):
         (), description="Directories that admin routes may load weights from, beside the model's own."
     )
     watermark_key: SecretSeed | None = Field(
-        None,
-        description="Secret number of the watermark in sampled text; requests can switch it off.",
+        None, description="Secret number of the watermark in sampled text; requests can switch it off."
     )
     request_timeout: Seconds | None = Field(None, description="Maximum duration of a request in seconds.")
     queue_timeout: Seconds | None = Field(None, description="Maximum time of a request in the queue in seconds.")
