@@ -11,7 +11,7 @@ from jaxserve.config import Config
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
-_NVIDIA = Path("/proc/driver/nvidia/version")  # exists while the kernel driver is loaded
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the kernel driver is loaded
 _TPU = (Path("/dev/accel0"), Path("/dev/vfio/0"))
 _NAMES: dict[str, Platform] = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # in JAX_PLATFORMS
 
@@ -23,6 +23,6 @@ def platform_of(config: Config, environ: Mapping[str, str] = os.environ) -> Plat
     first = environ.get("JAX_PLATFORMS", "").split(",")[0]
     if first in _NAMES:
         return _NAMES[first]
-    if _NVIDIA.exists():
+    if NVIDIA_DRIVER.exists():
         return "gpu"
     return "tpu" if any(path.exists() for path in _TPU) else "cpu"

@@ -83,9 +83,6 @@ class BuiltEngine(NamedTuple):
         return EngineServer(self, channel, state, log_interval=log_interval)
 
 
-Build = Callable[[Channel], BuiltEngine]
-
-
 class EngineServer:
     """Runs an EngineCore until a Stop message comes. state: shared memory that the API process reads."""
 

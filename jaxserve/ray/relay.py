@@ -137,9 +137,7 @@ class RelayedAnswer(Response):
     ask: sends a request to a replica; raises ReplicaLostError, or an HTTPError
     """
 
-    def __init__(
-        self, path: str, body_reader: BodyReader, ask: Callable[[RelayedRequest], AsyncIterator[list[Message]]]
-    ):
+    def __init__(self, path: str, body_reader: BodyReader, ask: Ask) -> None:
         super().__init__()
         self._path = path
         self._reader = body_reader

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.device_platform import NVIDIA_DRIVER
 from jaxserve.errors import ConfigError
 from jaxserve.installation import install_command
 from jaxserve.ops.moe.choices import kernels_of
@@ -27,7 +27,6 @@ _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 # The rest is for CUDA's context, CUDA graphs and the workspaces of libraries.
 _GPU_FRACTION = "0.93"
 _FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")  # jax refuses both at once
-_NVIDIA = Path("/proc/driver/nvidia/version")  # exists while the kernel driver is loaded
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def find_devices(platform: str = "auto") -> list[Any]:
         os.environ[_FRACTION_NAMES[0]] = _GPU_FRACTION
     if platform == "auto":
         devices = jax.devices()
-        if devices[0].platform == "cpu" and _NVIDIA.exists():
+        if devices[0].platform == "cpu" and NVIDIA_DRIVER.exists():
             raise ConfigError(
                 "an NVIDIA GPU is present, but JAX cannot use it",
                 fix=f"{install_command(_EXTRAS['gpu'])}, or choose the CPU with --device cpu",

@@ -70,7 +70,7 @@ def insert_response(
     insert_items(connection, new.id, OUTPUT, new.owner, output)
     add_events(connection, new.id, events)
     if new.status.ended:
-        _join_conversation(connection, new.id, new.status, new.conversation_id, new.owner)
+        _join_conversation(connection, new.id, new.status, new.conversation_id)
 
 
 def live_count(connection: sqlite3.Connection) -> int:
@@ -78,7 +78,7 @@ def live_count(connection: sqlite3.Connection) -> int:
 
 
 def _join_conversation(
-    connection: sqlite3.Connection, response_id: str, status: ResponseStatus, conversation_id: str | None, owner: str
+    connection: sqlite3.Connection, response_id: str, status: ResponseStatus, conversation_id: str | None
 ) -> None:
     """Append the items of an ended response to its conversation, unless it failed or the conversation is gone."""
     if conversation_id is None or status not in (ResponseStatus.COMPLETED, ResponseStatus.INCOMPLETE):
@@ -109,7 +109,7 @@ def end_response(
         return False
     record = get_response(connection, response_id, now, None)
     insert_items(connection, response_id, OUTPUT, record.owner, output)
-    _join_conversation(connection, response_id, status, record.conversation_id, record.owner)
+    _join_conversation(connection, response_id, status, record.conversation_id)
     return True
 
 

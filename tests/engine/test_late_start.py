@@ -118,9 +118,6 @@ def test_nothing_is_measured_while_a_request_is_live(config: Config) -> None:
     built.core.runner.close()
 
 
-_SLOW = [pytest.param(keys, marks=pytest.mark.slow) for keys in ({"deterministic": True}, {"method": "ngram"})]
-
-
 @pytest.mark.parametrize(
     "keys",
     [

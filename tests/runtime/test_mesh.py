@@ -35,7 +35,7 @@ def test_a_platform_that_is_not_there_names_its_extra() -> None:
 def test_a_gpu_that_jax_cannot_use_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver = tmp_path / "version"
     driver.touch()
-    monkeypatch.setattr(mesh, "_NVIDIA", driver)
+    monkeypatch.setattr(mesh, "NVIDIA_DRIVER", driver)
     with pytest.raises(ConfigError, match="JAX cannot use it") as caught:
         mesh.find_devices("auto")
     assert "--device cpu" in str(caught.value.fix)

@@ -42,7 +42,6 @@ from jaxserve.errors import HTTPError, InvalidValueError
 NEVER = 2**33  # Unix seconds, the year 2242: the model is not unloaded
 
 router = APIRouter()
-_GENERATES = documented(error=OllamaError)
 _SHOWS = documented(error=OllamaError)
 
 

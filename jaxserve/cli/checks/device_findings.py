@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 
 from jaxserve.cli.checks.findings import Finding, examined
 from jaxserve.config import Config
+from jaxserve.device_platform import NVIDIA_DRIVER
 from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
 from jaxserve.model_directory import local_directory
@@ -24,7 +24,6 @@ from jaxserve.runtime.numerics.numeric_check import attention_case, serving_case
 from jaxserve.runtime.runner_config import context_length, resolve_dtypes
 from jaxserve.text.tokenizer import Tokenizer
 
-_NVIDIA = Path("/proc/driver/nvidia/version")
 _GIB = 2**30
 
 
@@ -46,8 +45,10 @@ def findings(config: Config, *, with_model: bool = True) -> Iterator[Finding]:
 def _devices(mesh: DeviceMesh) -> Iterator[Finding]:
     kinds = ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in mesh.devices)
     yield Finding("devices", "ok", f"{kinds}, {device_memory(mesh.devices) / _GIB:.1f} GiB")
-    if _NVIDIA.exists():
-        yield Finding("devices", "ok", f"driver: {_NVIDIA.read_text().splitlines()[0].removeprefix('NVRM version: ')}")
+    if NVIDIA_DRIVER.exists():
+        yield Finding(
+            "devices", "ok", f"driver: {NVIDIA_DRIVER.read_text().splitlines()[0].removeprefix('NVRM version: ')}"
+        )
 
 
 def _kernels(config: Config, mesh: DeviceMesh) -> Iterator[Finding]:

@@ -83,8 +83,6 @@ def joined_result(method: str, results: Sequence[Any]) -> Any:
     if len(results) == 1:
         return results[0]
     match method:
-        case "flush_cache":
-            return all(results)
         case "waiting":
             return [request for result in results for request in result]
         case "sleep" | "wake":

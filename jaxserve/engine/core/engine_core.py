@@ -358,7 +358,7 @@ class EngineCore:
         self._masks.close()
         self.runner.close()
 
-    def flush_prefix_cache(self, *, new_weights: bool = False) -> bool:
+    def flush_prefix_cache(self, *, new_weights: bool = False) -> None:
         """Remove all cached prefixes, also from the memory of the host and its file before this returns.
 
         Pages in use are freed when their requests unlock them. new_weights: as in `KVManager.flush`. Raises StepError.
@@ -368,7 +368,6 @@ class EngineCore:
         self.scheduler.kv.flush(new_weights=new_weights)
         if moves := self.scheduler.kv.take_page_moves():
             self._execute(SchedulerOutput(0, [], 0, [], page_moves=moves))
-        return True
 
     def waiting(self, limit: int = MAX_WAITING_SHOWN) -> list[WaitingRequest]:
         """At most `limit` requests that have no slot, those whose grammar is compiled first, with their reasons."""

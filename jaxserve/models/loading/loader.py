@@ -39,7 +39,7 @@ from jaxserve.models.weights import ParamSpec
 from jaxserve.ops.quantized import MIDDLE
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
-LoadFormat = Literal["auto", "safetensors", "orbax"]
+LoadFormat = Literal["auto", "safetensors"]
 
 # Buffers that old exports contain and that are computed here; scales and zeros of quantized activations and KV caches.
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"))
@@ -66,13 +66,12 @@ def load_model(
     """Load a checkpoint directory (see hub.resolve) in `dtype`, over `mesh` or on the first device.
 
     config: used instead of the directory's config.json, for example with another context length.
-    load_format: "auto" detects a converted checkpoint (see orbax.convert); anything else is read as safetensors.
+    load_format: "auto" detects a converted checkpoint (see orbax.convert). Anything else is read as published.
     Raises ModelLoadError if the model is not supported, a file is damaged, or tensors do not fit; it names them all.
     """
     start = time.perf_counter()
     config = _config(config, directory, mesh)
-    converted = load_format == "orbax" or (load_format == "auto" and is_converted(directory))
-    if converted:
+    if load_format == "auto" and is_converted(directory):
         structure = build(as_converted(config, directory), dtype)
         leaves, read = read_leaves(structure, _shardings(structure, mesh), directory, progress)
     else:

@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import Tensor
+from jaxserve.models.loading.quantized.encode import E4M3
 from jaxserve.models.loading.quantized.stored_codes import Codes, code_tensors, is_stored
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import Part
 
 Block = tuple[int, int]
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8 = (E4M3, np.dtype(ml_dtypes.float8_e5m2))
 _DAMAGED = "download the checkpoint again"
 MXFP4_GROUP = 32  # numbers that share a scale, two to a byte

@@ -57,7 +57,6 @@ class StoredProgram(msgspec.Struct, frozen=True):
 
     kept: indices of the flat arguments that the executable takes. layouts: of these
     tree: of the results: a list ["tuple", ...], ["list", ...], ["dict", keys, ...], ["none"], ["leaf"] or [class, ...]
-    scratch: temporary bytes and bytes of code by XLA's analysis
     """
 
     executable: bytes
@@ -65,7 +64,6 @@ class StoredProgram(msgspec.Struct, frozen=True):
     layouts: tuple[StoredLayout, ...]
     tree: list[Any]
     results: tuple[StoredResult, ...]
-    scratch: int = 0
 
 
 def serialize(compiled: jax.stages.Compiled) -> StoredProgram:
@@ -87,7 +85,7 @@ def serialize(compiled: jax.stages.Compiled) -> StoredProgram:
             for aval, layout in zip(inner.output_avals, inner.xla_out_layouts, strict=True)
         )
         tree = _describe(compiled.out_tree.unflatten(range(len(results))))
-        return StoredProgram(data, tuple(sorted(inner.kept_var_idx)), layouts, tree, results, scratch_bytes(compiled))
+        return StoredProgram(data, tuple(sorted(inner.kept_var_idx)), layouts, tree, results)
     except (AttributeError, TypeError, jax.errors.JaxRuntimeError) as error:
         raise ProgramFormatError(f"jax {jax.__version__} gives no bytes of it: {error}") from error
 
@@ -101,14 +99,6 @@ def load(stored: StoredProgram, program: Program) -> jax.stages.Compiled:
         return _load(stored, program)
     except (ImportError, AttributeError, TypeError, ValueError, KeyError, jax.errors.JaxRuntimeError) as error:
         raise ProgramFormatError(f"jax {jax.__version__} cannot load it: {error}") from error
-
-
-def scratch_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes of a program's temporary memory and code by XLA's analysis; 0 if the platform has none."""
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return 0
-    return int(analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes)
 
 
 def _unloaded(compiled: jax.stages.Compiled) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxserve.ops.quantized import BLOCK, MIDDLE
 
-_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 # The factors of an octave that are tried for a scale of E4M3. They halve the squared error of a single one.
 _FACTORS = 2.0 ** np.linspace(0, 1, 16, endpoint=False, dtype=np.float32)
 _FOUR_BITS = np.float32(2**20 + 1)  # see T. J. Dekker, "A floating-point technique for extending the precision", 1971
@@ -36,7 +36,7 @@ def _encode(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.nda
         scales = _no_zeros(np.abs(groups).max(axis=-1, keepdims=True) / largest)
         scales = scales if kind == "int8" else scales * _best_factors(groups, scales)
         scaled = np.clip(groups / scales, -largest, largest)  # E4M3 has no infinity: beyond 464 is NaN
-        values = (scaled.astype(_E4M3) if kind == "fp8" else np.rint(scaled).astype(np.int8)).reshape(wide.shape)
+        values = (scaled.astype(E4M3) if kind == "fp8" else np.rint(scaled).astype(np.int8)).reshape(wide.shape)
     return values, scales[..., 0]
 
 
