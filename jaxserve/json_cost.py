@@ -20,7 +20,10 @@ _LARGE_EXPONENTS = (b"0e000", b"0e+000")
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """structures: objects, lists and field names. values: entries of objects and lists, except the first."""
+    """The most that a JSON text may have.
+
+    structures: objects, lists and field names. values: entries of objects and lists, except the first.
+    """
 
     structures: int
     values: int

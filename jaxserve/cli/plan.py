@@ -88,7 +88,7 @@ def _head(config: ModelConfig, dtype: jnp.dtype) -> str:
 
 
 class _Columns:
-    """length: tokens per request of the batch column; None leaves the column out."""
+    """Makes the table. length: tokens per request of the batch column; None leaves the column out."""
 
     def __init__(self, device_bytes: int, context: int, max_num_seqs: int, length: int | None) -> None:
         self._device_bytes = device_bytes

@@ -34,7 +34,9 @@ Method = Callable[..., Any]
 
 
 class RelayLink:
-    """connection: a connected socket. methods: what the main process may call; their results are plain data
+    """Relays messages to and from the engine over the main process.
+
+    connection: a connected socket. methods: what the main process may call; their results are plain data
 
     on_end: called when the main process has closed the connection
     """

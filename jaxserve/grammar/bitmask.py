@@ -13,7 +13,7 @@ from jaxserve.grammar.token_mask import Matcher
 
 
 class BitmaskFiller:
-    """num_threads: None takes 80 % of the cores, at most 32."""
+    """Fills masks in threads of llguidance. num_threads: None takes 80 % of the cores, at most 32."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._executor = llguidance.LLExecutor(num_threads)

@@ -28,7 +28,9 @@ _FIRST = 8  # bytes of a digest that are of the first page
 
 
 class HostTier:
-    """num_slots: pages that the host's memory has room for. num_stored, num_loaded: pages copied so far.
+    """Knows which page each slot of the host's memory holds, and chooses the slots.
+
+    num_slots: pages that the host's memory has room for. num_stored, num_loaded: pages copied so far.
 
     group: of layers, whose pages these are. digest: that of another tier of the same prefixes; None: its own.
     kept: digests of copies that must not be overwritten now

@@ -33,7 +33,10 @@ class StoredPrefix:
 
 
 class HostTiers:
-    """full: the pages of full attention. window: those of the layers with a sliding window; None if there are none."""
+    """The tiers of all layer groups.
+
+    full: the pages of full attention. window: those of the layers with a sliding window; None if there are none.
+    """
 
     def __init__(self, config: SchedulerConfig, group: WindowGroup | None) -> None:
         self.full = HostTier(config.num_host_pages, config.page_size)

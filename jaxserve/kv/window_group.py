@@ -58,7 +58,10 @@ class WindowPages:
 
 
 class WindowGroup:
-    """num_pages: size of the pool. longest: tokens of the longest sequence."""
+    """Gives requests their window pages and takes them back.
+
+    num_pages: size of the pool. longest: tokens of the longest sequence.
+    """
 
     def __init__(self, num_pages: int, size: WindowSize, longest: int) -> None:
         self.size = size

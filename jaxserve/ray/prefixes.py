@@ -59,7 +59,10 @@ def prompt_blocks(body: bytes) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RayReplicaLoad:
-    """is_ready: whether its engine accepts requests. num_requests: that run or wait there"""
+    """What a replica says of its load.
+
+    is_ready: whether its engine accepts requests. num_requests: that run or wait there
+    """
 
     is_ready: bool
     num_requests: int

@@ -109,7 +109,10 @@ async def run_app(app: ASGIApp, request: RelayedRequest) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class BodyReader:
-    """max_bytes: a longer body is passed on cut, and the engine's own limit refuses it. seconds: plus 1 s per 10 kB"""
+    """Reads bodies within limits of size and time.
+
+    max_bytes: a longer body is passed on cut, and the engine's own limit refuses it. seconds: plus 1 s per 10 kB
+    """
 
     max_bytes: int
     seconds: float

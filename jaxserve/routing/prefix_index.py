@@ -83,7 +83,7 @@ def _note(found: dict[int, int], bits: int, depth: int) -> None:
 
 
 class PrefixIndex:
-    """page_size: in tokens, of all replicas"""
+    """Knows the cached pages of every replica. page_size: in tokens, of all replicas"""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

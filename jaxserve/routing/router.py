@@ -37,7 +37,10 @@ class ReplicaLoad:
 
 
 class Router:
-    """page_size: in tokens, of all replicas. reasons: how often each rule has chosen"""
+    """Chooses replicas by the rules above.
+
+    page_size: in tokens, of all replicas. reasons: how often each rule has chosen
+    """
 
     def __init__(self, page_size: int) -> None:
         self.index = PrefixIndex(page_size)

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """eos_token_ids: the model's; they end a request unless it sets ignore_eos. speculation: None: no drafts"""
+    """Makes an engine's steps. eos_token_ids: end a request unless it sets ignore_eos. speculation: None: no drafts"""
 
     def __init__(
         self, config: SchedulerConfig, eos_token_ids: tuple[int, ...] = (), speculation: Speculation | None = None

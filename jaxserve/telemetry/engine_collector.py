@@ -25,7 +25,7 @@ class EngineReading(NamedTuple):
 
 
 class EngineCollector(Collector):
-    """model: returns the label of vLLM's names"""
+    """Reads the numbers of the engines for each scrape. model: returns the label of vLLM's names"""
 
     def __init__(self, model: Callable[[], str], read: Callable[[], EngineReading]) -> None:
         self._model = model

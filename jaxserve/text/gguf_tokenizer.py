@@ -81,7 +81,10 @@ _CUTS = MappingProxyType(
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """config: special tokens as tokenizer_config.json names them. end_ids: token ids that end an output."""
+    """A tokenizer and what a GGUF file says of its tokens.
+
+    config: special tokens as tokenizer_config.json names them. end_ids: token ids that end an output.
+    """
 
     backend: tokenizers.Tokenizer
     config: dict[str, Any]
@@ -91,7 +94,10 @@ class GgufTokenizer:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """values: the metadata below `tokenizer.ggml`. tokens, types: by token id. ids: by text. roles: id by role."""
+    """The tokens of a file.
+
+    values: the metadata below `tokenizer.ggml`. tokens, types: by token id. ids: by text. roles: id by role.
+    """
 
     values: Mapping[str, Any]
     tokens: list[str]

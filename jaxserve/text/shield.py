@@ -11,7 +11,9 @@ SHIELD = "\ufdd0"
 
 
 class Shield:
-    """texts: of the special tokens.
+    """Marks what looks like a special token.
+
+    texts: of the special tokens.
 
     Attributes:
         pattern: finds one of them

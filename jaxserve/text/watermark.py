@@ -20,7 +20,10 @@ CONTEXT = 4  # number of preceding tokens that decide a token's number, together
 
 
 class WatermarkScore(NamedTuple):
-    """positions: number of tested tokens. z: standard deviations above chance; a value below 4 proves nothing."""
+    """The result of a test for the watermark.
+
+    positions: number of tested tokens. z: standard deviations above chance; a value below 4 proves nothing.
+    """
 
     positions: int
     z: float

@@ -36,7 +36,10 @@ class Pulse(NamedTuple):
 
 
 class SharedState:
-    """path: a file made by `create`; None: memory of this process only, for an engine in a thread."""
+    """Writes and reads the shared memory.
+
+    path: a file made by `create`; None: memory of this process only, for an engine in a thread.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         if path is None:

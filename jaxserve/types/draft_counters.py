@@ -6,7 +6,10 @@ import msgspec
 
 
 class DraftCounters(msgspec.Struct, array_like=True):
-    """num_drafts: rows with drafts that were read. accepted_per_pos: drafts that became output, by their place."""
+    """Counts drafts and how many of them were right.
+
+    num_drafts: rows with drafts that were read. accepted_per_pos: drafts that became output, by their place.
+    """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0

@@ -63,7 +63,10 @@ MakeAnswer = Callable[[StartedResponse, Keeper], Awaitable[EventSource]]
 
 @dataclass(frozen=True, slots=True)
 class BackgroundSettings:
-    """make_answer: plans a response. ready: returns whether the engine accepts requests now"""
+    """What all background responses of a server need.
+
+    make_answer: plans a response. ready: returns whether the engine accepts requests now
+    """
 
     make_answer: MakeAnswer
     ready: Callable[[], bool]

@@ -13,7 +13,10 @@ OK, WARN, BAD = "ok", "warn", "bad"
 
 @dataclass(frozen=True)
 class Finding:
-    """state: ok; warn: it can serve, but worse; bad: it cannot serve. fix: what to do; empty if nothing."""
+    """One line of the output.
+
+    state: ok; warn: it can serve, but worse; bad: it cannot serve. fix: what to do; empty if nothing.
+    """
 
     check: str
     state: Literal["ok", "warn", "bad"]

@@ -25,7 +25,10 @@ class ShownPart:
 
 @dataclass
 class Conversation:
-    """settings: fields of the request beside model and messages, for example temperature."""
+    """Sends questions with what was said before.
+
+    settings: fields of the request beside model and messages, for example temperature.
+    """
 
     http: httpx2.Client
     model: str

@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class FollowerKeeper:
-    """config: with this host's rank and the leader's address. phase: what the engine process does"""
+    """Starts the engine process of this host, again and again.
+
+    config: with this host's rank and the leader's address. phase: what the engine process does
+    """
 
     def __init__(self, config: Config) -> None:
         self.phase = "starting"

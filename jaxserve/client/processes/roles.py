@@ -14,7 +14,9 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True)
 class Roles:
-    """num_prefill: replicas that only compute prompts, the first ones; 0: each replica does both
+    """How many replicas have which role, and for which prompts.
+
+    num_prefill: replicas that only compute prompts, the first ones; 0: each replica does both
 
     min_tokens: a prompt with fewer tokens that are not cached is computed where its tokens are produced
     """

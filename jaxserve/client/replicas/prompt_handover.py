@@ -43,7 +43,10 @@ class _Computed:
 
 
 class PromptHandover:
-    """choose: the replica that goes on with a request. send: sends its sequences there"""
+    """Passes on requests whose prompts are computed.
+
+    choose: the replica that goes on with a request. send: sends its sequences there
+    """
 
     def __init__(self, live: SequenceTable, choose: Choose, send: Send) -> None:
         self._live = live

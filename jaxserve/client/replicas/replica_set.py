@@ -66,7 +66,10 @@ class SequenceEvents:
 
 
 class ReplicaSet:
-    """live: the accepted sequences of all replicas"""
+    """Sends each sequence to a replica, and to another one if that dies.
+
+    live: the accepted sequences of all replicas
+    """
 
     def __init__(
         self,

@@ -17,7 +17,10 @@ DEADLINE_INTERVAL = 0.5  # seconds
 
 
 class HeldDeadlines:
-    """end: ends a sequence with an error. on_ended: called after some have ended"""
+    """Looks for sequences that are overdue and in no engine.
+
+    end: ends a sequence with an error. on_ended: called after some have ended
+    """
 
     def __init__(
         self, live: SequenceTable, end: Callable[[LiveSequence, HTTPError], None], on_ended: Callable[[], None]

@@ -14,7 +14,10 @@ Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread
 
 
 class CompilingRequests:
-    """queue_timeout: seconds that a request may wait, here and in the scheduler's queue together"""
+    """Holds requests until their grammars are compiled.
+
+    queue_timeout: seconds that a request may wait, here and in the scheduler's queue together
+    """
 
     def __init__(self, queue_timeout: float | None) -> None:
         self.num_tokens = 0  # prompt tokens of the waiting requests

@@ -51,7 +51,10 @@ class Weights(Protocol):
 
 
 class EngineControl:
-    """served: directory of the model. on_progress: called again and again during a long call"""
+    """Carries out the calls of an operator or a trainer.
+
+    served: directory of the model. on_progress: called again and again during a long call
+    """
 
     def __init__(self, core: EngineCore, state: DeviceState, weights: Weights, served: Path) -> None:
         self._core = core

@@ -38,7 +38,9 @@ _MAX_HEADER = 64 * 2**20  # bytes
 
 
 class _PagesHeader(msgspec.Struct, frozen=True):
-    """form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page
+    """The beginning of a file of pages.
+
+    form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page
 
     version: label of the weights. written: time.monotonic(), which all processes of a machine share; two updates of the
     weights may have the same label
@@ -67,7 +69,9 @@ def check_handover(config: Config, model: ModelConfig, *, generates: bool) -> No
 
 
 class PageHandover:
-    """form: two engines with the same one have pages of the same content for the same tokens.
+    """Writes the pages of prompts to files and reads those of other engines.
+
+    form: two engines with the same one have pages of the same content for the same tokens.
 
     Every call runs between two steps and waits for the step in flight.
     """

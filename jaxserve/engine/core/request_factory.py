@@ -20,7 +20,10 @@ MakeMatcher = Callable[[GrammarSpec], Matcher]
 
 
 class RequestFactory:
-    """generates: False for an embedding model. seed: from which the seeds of requests without one are derived."""
+    """Makes Requests of valid EngineRequests.
+
+    generates: False for an embedding model. seed: from which the seeds of requests without one are derived.
+    """
 
     def __init__(
         self, config: SchedulerConfig, vocab_size: int, generates: bool, seed: int, clock: Callable[[], float]

@@ -15,7 +15,9 @@ Tag = Literal["weights", "kv_cache"]
 
 @dataclass
 class ServingState:
-    """paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients
+    """What pauses, sleep and updates of the weights have made of an engine.
+
+    paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients
 
     updated: time.monotonic() of the latest update of the weights; 0: there was none
     finishing: ids of the requests whose ends the next pause waits for; no other may start. None: no pause waits

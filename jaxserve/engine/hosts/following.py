@@ -60,7 +60,7 @@ def _expected(message: ToFollower, kind: type[_Message]) -> _Message:
 
 
 class Follower:
-    """served: directory of the model."""
+    """Makes the calls of the leader. served: directory of the model."""
 
     def __init__(self, end: FollowerEnd, runner: ModelRunner, served: Path) -> None:
         self._end = end

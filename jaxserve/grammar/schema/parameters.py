@@ -16,7 +16,7 @@ _TEXT = frozenset({"pattern", "format", "minLength", "maxLength", "allOf", "not"
 
 
 class Parameter(NamedTuple):
-    """schema: stands alone, with the targets of its references"""
+    """One parameter of a tool. schema: stands alone, with the targets of its references"""
 
     name: str
     schema: Any

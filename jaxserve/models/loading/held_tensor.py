@@ -11,7 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """array: a numpy or jax array. It is read when it is needed, and not changed."""
+    """An array with the methods of a tensor in a file.
+
+    array: a numpy or jax array. It is read when it is needed, and not changed.
+    """
 
     array: Any
 

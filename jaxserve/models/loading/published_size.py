@@ -24,7 +24,10 @@ _HALF_BYTES = 2  # bytes of a number that is not quantised in a quantised checkp
 
 @dataclass(frozen=True)
 class PublishedSize:
-    """num_bytes: of all tensors that the model reads. form: format of the quantised tensors, "" if none is."""
+    """The size of a checkpoint.
+
+    num_bytes: of all tensors that the model reads. form: format of the quantised tensors, "" if none is.
+    """
 
     num_bytes: int
     form: str

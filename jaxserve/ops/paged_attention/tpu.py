@@ -35,7 +35,10 @@ LANES = 128  # columns of a vector register
 
 @dataclass(frozen=True)
 class TpuTuning:
-    """tile: tokens of context per tile. rows: query tokens times heads of a group in a prefill block's product."""
+    """Sizes of the kernel's blocks.
+
+    tile: tokens of context per tile. rows: query tokens times heads of a group in a prefill block's product.
+    """
 
     tile: int = 256
     rows: int = 128

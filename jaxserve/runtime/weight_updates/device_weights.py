@@ -52,7 +52,10 @@ class _Staged:
 
 
 class DeviceWeights:
-    """place: where the weights are. Only those on the devices can be used."""
+    """Replaces, moves and drops the weights of a runner.
+
+    place: where the weights are. Only those on the devices can be used.
+    """
 
     def __init__(self, runner: HoldsLeaves, structure: ModelStructure) -> None:
         self.structure = structure

@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCondition:
-    """full: the disk has no room; failing: it refuses for another reason; damaged: read-only until repaired."""
+    """Whether the store can be written.
+
+    full: the disk has no room; failing: it refuses for another reason; damaged: read-only until repaired.
+    """
 
     status: Literal["ok", "full", "failing", "damaged"] = "ok"
     detail: str | None = None

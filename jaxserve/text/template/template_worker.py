@@ -22,7 +22,10 @@ from jaxserve.transport.child_frames import framed, limit_memory, read_frame, ta
 
 
 class TemplateSetup(msgspec.Struct):
-    """special_texts: what users' texts must not say. cpu_seconds: of each step, the template's compilation too."""
+    """The template, and the limits of its process.
+
+    special_texts: what users' texts must not say. cpu_seconds: of each step, the template's compilation too.
+    """
 
     source: str
     tools_source: str | None
@@ -44,7 +47,10 @@ class TemplateInput(msgspec.Struct):
 
 
 class Rendered(msgspec.Struct):
-    """error: a RequestError's message, or the TemplateSetup's; `param` is its field."""
+    """The answer to a frame: a text, or an error.
+
+    error: a RequestError's message, or the TemplateSetup's; `param` is its field.
+    """
 
     text: str = ""
     error: str | None = None

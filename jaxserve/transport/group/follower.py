@@ -33,7 +33,9 @@ def connect(address: tuple[str, int], key: bytes, on_failure: Callable[[str], No
 
 
 class FollowerEnd:
-    """hello: the first message. on_loss: called in a thread, once, if the leader is gone; it should end the process.
+    """The connection of a follower to its leader.
+
+    hello: the first message. on_loss: called in a thread, once, if the leader is gone; it should end the process.
 
     A leader that sent Rejected or LeaderEnds closes the connection, which is no loss: the
     process ends as the message says.

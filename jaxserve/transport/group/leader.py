@@ -48,7 +48,10 @@ class HostLostError(ServerError):
 
 
 class LeaderEnd:
-    """address: to listen on, and nowhere else. num_hosts: with the leader. check: of each new follower's Hello."""
+    """The connections of the leader to its followers.
+
+    address: to listen on, and nowhere else. num_hosts: with the leader. check: of each new follower's Hello.
+    """
 
     def __init__(self, address: tuple[str, int], key: bytes, num_hosts: int, check: Check, on_loss: OnLoss) -> None:
         self._key = key

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """window: tokens that a token sees, itself included. chunk: maximum number of prompt tokens per step.
+    """Computes with the sizes of a window, a page and a step.
+
+    window: tokens that a token sees, itself included. chunk: maximum number of prompt tokens per step.
 
     tokens_per_step: maximum number of tokens of a decode row, drafts included
     """

@@ -22,7 +22,9 @@ _MAX_ALIGNMENT = 2**16
 
 @dataclass(frozen=True)
 class GgufFile:
-    """values: metadata by key. An array, or a text of more than a megabyte, is a text that says how long it is.
+    """What the header of a file says.
+
+    values: metadata by key. An array, or a text of more than a megabyte, is a text that says how long it is.
 
     tensors: by their names in the file.
     """

@@ -42,7 +42,10 @@ class Unpacked(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """count: numbers of a block. sizes: bytes of its fields. unpack: the fields, uint8 [N, B, size], to `Unpacked`."""
+    """How the blocks of a type lie in a file.
+
+    count: numbers of a block. sizes: bytes of its fields. unpack: the fields, uint8 [N, B, size], to `Unpacked`.
+    """
 
     count: int
     sizes: tuple[int, ...]
