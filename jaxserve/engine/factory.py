@@ -38,6 +38,7 @@ from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
+from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import CompileCounter, ProgramStorage
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.fingerprint import describe
@@ -220,7 +221,10 @@ def make_runner(
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         remove_unused(config.cache.disk, config.mesh.replicas)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
-    backend = None if loaded.config.bidirectional else get_backend(resolved.attention, mesh.platform)
+    dtype, device, model = loaded.structure.activation_dtype, mesh.devices[0], loaded.config
+    backend = None
+    if not model.bidirectional:
+        backend = serving_backend(resolved.attention, device, model.attention_layers, dtype)
     store: ProgramStorage | None = None
     several = config.mesh.hosts > 1  # the programs of several processes are kept by JAX's own cache only
     if config.runtime.bundle is not None:
@@ -234,7 +238,7 @@ def make_runner(
     cases = serving_cases(
         backend,
         mesh,
-        loaded.structure.activation_dtype,
+        dtype,
         deterministic=resolved.deterministic,
         of_experts=None if loaded.config.moe is None else resolved.experts,
         rounded=chosen_rounding(resolved, loaded, mesh, backend),

@@ -18,6 +18,7 @@ from jaxserve.device_platform import NVIDIA_DRIVER
 from jaxserve.errors import ConfigError
 from jaxserve.installation import install_command
 from jaxserve.ops.moe.choices import kernels_of
+from jaxserve.runtime.compilation.attention_sizes import has_triton
 
 AXES = ("data", "tensor", "expert")
 # They have 16 MiB of VMEM. The kernel for experts may use 64, and a prefill of Mixtral asks for 45.
@@ -81,12 +82,17 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
 
 
 def expert_kernels(name: str, mesh: DeviceMesh) -> Literal["auto", "xla", "triton", "tpu"]:
-    """Return the kernels that `runtime.experts` names. "auto" is XLA's on a TPU that lacks the memory for its kernel.
+    """Return the kernels that `runtime.experts` names. "auto" is XLA's on a GPU before Ampere, and on a small TPU.
 
     Raises ConfigError if "triton" cannot run here.
     """
-    if name == "auto" and mesh.devices[0].device_kind.startswith(_SMALL_TPUS):
+    device = mesh.devices[0]
+    if name == "auto" and (device.device_kind.startswith(_SMALL_TPUS) or not has_triton(device)):
         return "xla"
+    if name == "triton" and not has_triton(device):
+        raise ConfigError(
+            "runtime.experts 'triton' needs a GPU of compute capability 8.0 or more", fix="use runtime.experts: auto"
+        )
     return kernels_of(name, mesh.platform)
 
 

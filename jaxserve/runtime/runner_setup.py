@@ -21,10 +21,10 @@ from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products, Rounding, TpuExperts, TritonExperts
 from jaxserve.ops.linear.rounded import Device, rounds_form
-from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.ops.paged_attention import Backend
 from jaxserve.ops.quantized import BLOCK
 from jaxserve.runtime import kv_cache, memory
-from jaxserve.runtime.compilation.attention_sizes import compute_capability, fitted
+from jaxserve.runtime.compilation.attention_sizes import compute_capability, serving_backend
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
 from jaxserve.runtime.fingerprint import describe
@@ -69,7 +69,8 @@ class RunnerSetup:
         Raises ConfigError if the attention backend cannot run here, or if a kernel does not reach all of a weight.
         """
         attention = loaded.config.attention_layers
-        backend = fitted(get_backend(config.attention, mesh.platform), mesh.devices[0], attention)
+        dtype = loaded.structure.activation_dtype
+        backend = serving_backend(config.attention, mesh.devices[0], attention, dtype)
         window = kv_cache.group_window(attention, config.max_model_len)
         layers = kv_cache.layer_caches(
             attention, backend, config.page_size, config.cache_dtype, mesh, windowed=window is not None

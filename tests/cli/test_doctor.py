@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from jaxserve import machine_memory
 from jaxserve.cli.checks import device_findings
 from jaxserve.cli.checks import host_findings as host_checks
+from jaxserve.cli.checks.findings import Finding
 from jaxserve.cli.doctor import host_findings
 from jaxserve.config import Config
 from tests.waiting import LAST_RESORT
@@ -111,6 +113,19 @@ def of_model(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[str, str]
     monkeypatch.setattr(device_findings, "backend_names", lambda platform: [])
     (found,) = (each for each in device_findings.findings(config) if each.check == "model")
     return found.state, found.text
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_backend_for_other_gpus_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of mosaic_gpu compile for compute capability 9.0 only, so on an L4 they are not tried."""
+    monkeypatch.setattr(device_findings, "serving_cases", lambda *_, **keys: [])
+    monkeypatch.setattr(device_findings, "attention_case", lambda backend, *_: backend.name)
+    monkeypatch.setattr(device_findings, "_numbers", lambda name, *_, **keys: [Finding("numbers", "ok", name)])
+    l4: Any = SimpleNamespace(platform="gpu", devices=[SimpleNamespace(platform="gpu", compute_capability="8.9")])
+    found = list(device_findings._kernels(Config(), l4))
+    assert [finding.text for finding in found if finding.state == "ok"] == ["reference", "xla"]
+    (other,) = (finding for finding in found if finding.state != "ok")
+    assert other.state == "warn" and "needs a GPU of compute capability 9.0, not 8.9" in other.text
 
 
 def test_the_weights_are_counted_as_they_are_served(monkeypatch: pytest.MonkeyPatch) -> None:

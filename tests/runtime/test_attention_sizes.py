@@ -1,19 +1,73 @@
-"""Sizes of the attention kernels by GPU."""
+"""The attention backend that serves, and the sizes of its kernels, by GPU."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention import get_backend
-from jaxserve.runtime.compilation.attention_sizes import fitted
+from jaxserve.runtime.compilation.attention_sizes import fitted, serving_backend
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+NARROW, WIDE = (SimpleNamespace(head_dim=size, latent=False) for size in (128, 256))
+LATENT = SimpleNamespace(head_dim=576, latent=True)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def serves(name: str, capability: str | None, dtype: str, *layers: Any) -> Any:
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    return serving_backend(name, device, layers, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "found"),
+    [
+        ("7.5", "float16", "xla"),  # XLA has Triton from 8.0 on
+        ("8.0", "bfloat16", "triton"),
+        ("9.0", "float16", "triton"),
+        ("9.0", "float32", "xla"),
+        (None, "bfloat16", "triton"),
+    ],
+)
+def test_auto_takes_xla_where_triton_cannot_run(
+    capability: str | None, dtype: str, found: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert serves("auto", capability, dtype, NARROW).name == found
+    assert ("xla serves instead" in caplog.text) == (found == "xla")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "layer", "needs"),
+    [
+        ("triton", "7.5", "float16", NARROW, "compute capability 8.0 or more, not 7.5"),
+        ("triton", "9.0", "float32", WIDE, "activations of 16 bits"),
+        ("triton", "9.0", "float32", LATENT, "activations of 16 bits"),
+        ("mosaic_gpu", "8.9", "bfloat16", NARROW, "compute capability 9.0, not 8.9"),
+        ("mosaic_gpu", "10.0", "bfloat16", NARROW, "compute capability 9.0, not 10.0"),
+    ],
+)
+def test_a_backend_that_is_named_and_cannot_run_is_refused(
+    name: str, capability: str, dtype: str, layer: Any, needs: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' needs .*{needs}"):
+        serves(name, capability, dtype, layer)
+    assert serves(name, "9.0", "bfloat16", layer).name == name
+    assert serves("triton", "9.0", "float32", NARROW).name == "triton"
+
+
+def test_latent_rows_fit_into_the_shared_memory_of_each_gpu() -> None:
+    for small in ("8.6", "8.9", "12.0"):
+        latent = serves("auto", small, "bfloat16", LATENT).latent
+        assert (latent.rows, latent.tile) == (32, 16)
+        assert serves("auto", small, "bfloat16", WIDE).latent.rows == 64
+    for large in ("8.0", "9.0", "10.0"):
+        latent = serves("auto", large, "bfloat16", LATENT).latent
+        assert (latent.rows, latent.tile) == (64, 32)
+
+
 def test_wide_heads_fit_into_the_shared_memory_of_each_gpu() -> None:
     triton: Any = get_backend("triton", "gpu")
-    narrow, wide = (SimpleNamespace(head_dim=size, latent=False) for size in (128, 256))
-    latent = SimpleNamespace(head_dim=576, latent=True)
 
     def tile_and_stages(capability: str | None, *layers: Any, backend: Any = triton) -> tuple[int, int]:
         tuning = fitted(backend, SimpleNamespace(compute_capability=capability), layers).tuning  # type: ignore[attr-defined]
@@ -21,9 +75,9 @@ def test_wide_heads_fit_into_the_shared_memory_of_each_gpu() -> None:
 
     # Compiled for compute capability 8.9 and head_dim 256, XLA asks for 172,544 bytes with the default, and 69,760.
     for small in ("8.0", "8.6", "8.9", "12.0"):
-        assert tile_and_stages(small, narrow, wide) == (32, 4)
-        assert tile_and_stages(small, narrow, latent) == (64, 5)
+        assert tile_and_stages(small, NARROW, WIDE) == (32, 4)
+        assert tile_and_stages(small, NARROW, LATENT) == (64, 5)
     for large in ("9.0", "10.0", None):
-        assert tile_and_stages(large, narrow, wide) == (64, 5)
+        assert tile_and_stages(large, NARROW, WIDE) == (64, 5)
     xla = get_backend("xla", "gpu")
-    assert fitted(xla, SimpleNamespace(compute_capability="8.0"), [wide]) is xla  # type: ignore[list-item]
+    assert fitted(xla, SimpleNamespace(compute_capability="8.0"), [WIDE]) is xla  # type: ignore[list-item]

@@ -63,3 +63,14 @@ def test_a_tpu_with_little_vmem_has_the_experts_of_xla(kind: str, found: str) ->
     devices: Any = SimpleNamespace(platform="tpu", devices=[SimpleNamespace(device_kind=kind)])
     assert mesh.expert_kernels("auto", devices) == found
     assert mesh.expert_kernels("xla", devices) == "xla"
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_gpu_without_triton_has_the_experts_of_xla() -> None:
+    """XLA has Triton from compute capability 8.0 on."""
+    old, new = (SimpleNamespace(device_kind="", compute_capability=found) for found in ("7.5", "8.0"))
+    devices: Any = SimpleNamespace(platform="gpu", devices=[old])
+    assert mesh.expert_kernels("auto", devices) == "xla"
+    with pytest.raises(ConfigError, match=r"compute capability 8\.0"):
+        mesh.expert_kernels("triton", devices)
+    assert mesh.expert_kernels("auto", SimpleNamespace(platform="gpu", devices=[new])) == "triton"  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from jaxserve.model_directory import local_directory
 from jaxserve.model_files import check_directory
 from jaxserve.models.loading.loader import inspect
 from jaxserve.ops.paged_attention import backend_names, get_backend
+from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.memory import device_memory
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
@@ -53,13 +54,13 @@ def _devices(mesh: DeviceMesh) -> Iterator[Finding]:
 
 def _kernels(config: Config, mesh: DeviceMesh) -> Iterator[Finding]:
     """Check the numbers of the kernels that would serve, then of each other attention backend of the platform."""
+    device, (_, dtype) = mesh.devices[0], resolve_dtypes(config.model.dtype, mesh.platform)
     try:
-        backend = get_backend(config.runtime.attention, mesh.platform)
+        backend = serving_backend(config.runtime.attention, device, (), dtype)
     except ConfigError as error:
         yield Finding.of("kernels", error)
         backend = get_backend("xla", mesh.platform)
     deterministic = config.runtime.deterministic
-    _, dtype = resolve_dtypes(config.model.dtype, mesh.platform)
     experts = config.runtime.experts
     for case in serving_cases(backend, mesh, dtype, deterministic=deterministic, of_experts=experts):
         yield from _numbers(case, mesh, deterministic=deterministic)
@@ -67,7 +68,7 @@ def _kernels(config: Config, mesh: DeviceMesh) -> Iterator[Finding]:
         if name == backend.name:
             continue
         try:
-            other = get_backend(name, mesh.platform)
+            other = serving_backend(name, device, (), dtype)
         except ConfigError as error:  # it does not serve here
             slower = name == "native" and "install gcc or clang for faster kernels"
             yield Finding("kernels", "warn", str(error), slower or error.fix or "")

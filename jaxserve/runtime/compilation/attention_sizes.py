@@ -1,15 +1,26 @@
-"""The sizes of the attention kernels on GPUs with less shared memory than the 227 KiB of Hopper and of a B200."""
+"""The attention backend that serves, by the GPU, the model's heads and the dtype; and the sizes of its kernels.
+
+Triton's default sizes are for the 227 KiB of shared memory of Hopper and of a B200.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxserve.models.config import AttentionLayer
-from jaxserve.ops.paged_attention import Backend
+import jax.numpy as jnp
 
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import AttentionLayer
+from jaxserve.ops.paged_attention import Backend, get_backend
+
+logger = logging.getLogger(__name__)
+
+_TRITON_SINCE, _HOPPER = (8, 0), (9, 0)  # compute capability; XLA refuses Triton before
 _LARGE_MEMORY = (9, 10)  # major numbers of the compute capability
+_SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # with 101,376 bytes for a program
 _WIDE = 128  # columns of a head; a wider one is padded to 256
 
 
@@ -19,18 +30,69 @@ def compute_capability(device: Any) -> tuple[int, ...]:
     return tuple(map(int, found.split("."))) if isinstance(found, str) else (0, 0)
 
 
+def has_triton(device: Any) -> bool:
+    """Return whether XLA runs Triton's kernels on a GPU. True if its compute capability is not known."""
+    capability = compute_capability(device)
+    return not any(capability) or capability >= _TRITON_SINCE
+
+
+def serving_backend(name: str, device: Any, layers: Iterable[AttentionLayer], dtype: jnp.dtype) -> Backend:
+    """Return the backend that `runtime.attention` names, in sizes that the device holds. dtype: of activations
+
+    "auto" takes XLA's on a GPU where Triton's kernels cannot run or spill, and logs it.
+    Raises ConfigError if a backend that is named cannot run here.
+    """
+    layers = list(layers)
+    backend = get_backend(name, device.platform)
+    if name == "auto" and backend.name == "triton":
+        why = _lacks(device) or ("activations of 16 bits" if dtype == jnp.float32 else "")
+        if why:
+            logger.warning("attention backend 'triton' needs %s; xla serves instead", why)
+            return get_backend("xla", device.platform)
+    why = _cannot(backend, device, layers, dtype)
+    if why:
+        raise ConfigError(f"attention backend {name!r} needs {why}", fix="use runtime.attention: auto")
+    return fitted(backend, device, layers)
+
+
+def _lacks(device: Any) -> str:
+    """Return what a GPU lacks for Triton's kernels; empty: nothing."""
+    found = ".".join(map(str, compute_capability(device)))
+    return "" if has_triton(device) else f"a GPU of compute capability 8.0 or more, not {found}"
+
+
+def _cannot(backend: Backend, device: Any, layers: Sequence[AttentionLayer], dtype: jnp.dtype) -> str:
+    """Return what a backend of a GPU needs and does not have; empty: nothing.
+
+    Compiled for an H200 in float32, Triton's kernel for prompts takes 344,832 bytes of shared memory with head_dim 256
+    and 303,872 with latent rows; with head_dim 128 it spills 37 KB.
+    """
+    capability = compute_capability(device)
+    if backend.name == "mosaic_gpu" and any(capability) and capability != _HOPPER:
+        return f"a GPU of compute capability 9.0, not {'.'.join(map(str, capability))}"
+    if backend.name != "triton":
+        return ""
+    large = dtype == jnp.float32 and any(layer.head_dim > _WIDE for layer in layers)
+    return _lacks(device) or ("activations of 16 bits for heads wider than 128" if large else "")
+
+
 def fitted(backend: Backend, device: Any, layers: Iterable[AttentionLayer]) -> Backend:
     """Return the backend with sizes that a GPU's shared memory holds; itself if the default ones are.
 
-    Heads wider than 128 take 172,544 bytes in Triton's kernel for prompts, compiled for compute capability 8.0 and 8.9.
+    Compiled for compute capability 8.0 and 8.9, heads wider than 128 take 172,544 bytes in Triton's kernel for prompts.
     An A100 has 166,912 and an L4 101,376. Half a tile of context, loaded in fewer stages, takes 69,760.
+    Latent rows of 576 columns take 152,064 bytes, and 75,008 with half the heads and half the tile.
     """
-    wide = any(layer.head_dim > _WIDE and not layer.latent for layer in layers)
     capability = compute_capability(device)
-    if backend.name != "triton" or not wide or not any(capability) or capability[0] in _LARGE_MEMORY:
+    if backend.name != "triton" or not any(capability) or capability[0] in _LARGE_MEMORY:
         return backend
     from jaxserve.ops.paged_attention.triton.backend import TritonBackend  # noqa: PLC0415  not every build of jax has it
 
     assert isinstance(backend, TritonBackend)
-    tuning = dataclasses.replace(backend.tuning, extend_tile=32, extend_stages=4)
-    return dataclasses.replace(backend, tuning=tuning)
+    layers = list(layers)
+    if any(layer.head_dim > _WIDE and not layer.latent for layer in layers):
+        tuning = dataclasses.replace(backend.tuning, extend_tile=32, extend_stages=4)
+        backend = dataclasses.replace(backend, tuning=tuning)
+    if capability in _SMALL_MEMORY and any(layer.latent for layer in layers):
+        backend = dataclasses.replace(backend, latent=dataclasses.replace(backend.latent, rows=32, tile=16))
+    return backend
