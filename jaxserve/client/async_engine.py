@@ -165,7 +165,7 @@ class AsyncEngine:
 
     @property
     def load(self) -> Load:
-        """The accepted sequences that have not ended."""
+        """Numbers of the accepted sequences that have not ended, and of their prompt tokens that wait."""
         return Load(len(self._live), self._live.num_waiting_tokens)
 
     def stats(self) -> EngineStats:

@@ -283,7 +283,7 @@ class ModelAnswer(Answer):
     root: str
     parent: None
     max_model_len: int
-    task: str  # generate; embed: the model generates no text
+    task: str  # generate, embed or classify
     permission: list[Any]
 
 

@@ -73,5 +73,8 @@ class EngineProtocol(Protocol):
         ...
 
     async def call(self, method: str, **args: Any) -> Any:
-        """Make a call that the engine's server knows: flush_cache, or one of EngineControl. Raises an HTTPError."""
+        """Make a call that the engine's server knows: flush_cache, waiting, or one of EngineControl.
+
+        Raises an HTTPError.
+        """
         ...

@@ -25,11 +25,11 @@ from jaxserve.types.messages import Abort, Add, ToEngine
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams
 
-# deaths at which a sequence may be in work, and give outputs after each, until it is a suspect at the next one
+# A sequence that was in work at so many deaths is a suspect at the next one, even if it gave outputs after each.
 MAX_DEATHS = 2
 SERVED = (FinishReason.STOP, FinishReason.LENGTH)
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
-HOLD_SECONDS = 30.0  # that a prefill engine keeps the pages of a prompt; they are written much earlier, or never
+HOLD_SECONDS = 30.0  # a prefill engine keeps the pages of a prompt so long; they are written much earlier, or never
 
 logger = logging.getLogger(__name__)
 

@@ -72,7 +72,7 @@ class Checkpoint:
         duplicate: Iterable[str] = (),
         misplaced: Iterable[str] = (),
     ) -> Checkpoint:
-        """Make a checkpoint of tensors by the names that they have in it."""
+        """Make a checkpoint of tensors by their names in the files, which are completed if they are bare."""
         bare = "embed_tokens.weight" in tensors
         names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
         full = {names[name]: info for name, info in tensors.items()}

@@ -1,6 +1,7 @@
 """Drawing a token from logits or probabilities: greedy, filters (top-k, top-p, min-p), random draws and watermarks.
 
-A draw depends on the row's probabilities, seed and position only, never on the other rows.
+A draw depends on the row's probabilities, seed and position only; with a watermark, on its probabilities, the key and
+the tokens before it. It never depends on the other rows.
 """
 
 from __future__ import annotations

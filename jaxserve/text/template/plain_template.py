@@ -36,7 +36,7 @@ MAX_ITEMS = 64  # of a literal
 MAX_PLAIN_SECONDS = 0.01
 MAX_TEXT_CHARS = 16 * 1024  # of a text
 MAX_OUTPUT = 64 * 1024  # characters of all that is put out, also into macros
-ENTRY_CHARS = 8  # that an entry of a list or dict is counted as, where that is put out
+ENTRY_CHARS = 8  # characters that each entry counts for when a list or dict is written
 MAX_CONSTANT = 64  # characters of a text among the arguments of a filter that uses it for each entry or character
 
 _STATEMENTS = (

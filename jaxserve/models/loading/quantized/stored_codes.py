@@ -134,8 +134,9 @@ def code_bytes(part: Part, form: StoredForm) -> int:
 
 
 def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
-    """Read a part, but of GGUF. Raises ModelLoadError if scales are not finite, an input has no group, or a tensor has
-    another dtype than its kind.
+    """Read a part of any format but GGUF.
+
+    Raises ModelLoadError if scales are not finite, an input has no group, or a tensor has another dtype than its kind.
     """
     names = {name.rpartition(".")[2]: name for name in code_tensors(part, form)}
     tensors = {kind: read(name) for kind, name in names.items() if kind not in _PLACES}
