@@ -94,7 +94,7 @@ class Watch:
     """Kills a child process whose cell takes longer than it may, or longer than the suite may."""
 
     def __init__(self, pid: int, until: float) -> None:
-        self.cell: str | None = None  # that is being measured
+        self.cell: str | None = None  # the one that is being measured
         self.killed: str | None = None  # why
         self._pid, self._until = pid, until
         self._timer: threading.Timer | None = None

@@ -29,7 +29,7 @@ from jaxserve.transport.child_process import child_environment, python_command
 
 CHILD_BACKLOG = 2048  # connections that the kernel queues while the child starts
 LOAD_INTERVAL = 0.1  # seconds between two looks whether the model is loaded
-ANSWER_SECONDS = 5.0  # that the child has to answer a question of this process
+ANSWER_SECONDS = 5.0  # the child must answer a question of this process within them
 _WORK = ("jaxserve:num_requests_running", "jaxserve:num_requests_waiting")
 
 logger = logging.getLogger(__name__)

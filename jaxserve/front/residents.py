@@ -22,7 +22,7 @@ from jaxserve.front.model_process import ModelProcess, ProcessEndedError
 from jaxserve.front.resident import Resident
 
 IDLE_LOOK_INTERVAL = 1.0  # seconds between two looks for idle models
-FINISH_SECONDS = 15.0  # that a process has beyond the drain timeout to end
+FINISH_SECONDS = 15.0  # a process must have ended so long after the drain timeout
 UNKNOWN = -1  # exit status of a process that was not started
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from jaxserve.routing.router import MAX_RATIO, MAX_SPREAD
 
 BLOCK_BYTES = 64  # bytes of text, about a page of 16 tokens
 MAX_PROMPT = 128 * 1024  # bytes of a prompt that are compared
-MAX_BLOCKS = 128 * 1024  # that are remembered: 8 MiB of text
+MAX_BLOCKS = 128 * 1024  # most blocks that are remembered: 8 MiB of text
 
 
 class _Prompt(msgspec.Struct):

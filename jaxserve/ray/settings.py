@@ -28,10 +28,10 @@ from jaxserve.ray.resources import KINDS, follower_options, num_hosts, resource_
 
 ROUTER = "jaxserve.ray.router:PrefixRouter"
 STATS_SECONDS = 1.0  # between two readings of a replica's load
-STOP_SECONDS = 15.0  # that an engine has to end after its requests have ended
+STOP_SECONDS = 15.0  # an engine must have ended so long after its requests
 SPARE = 1.25  # requests that a replica accepts, as a multiple of those that run at once
 FULL = 0.75  # of max_num_seqs: the requests for each replica at which replicas are added
-INGRESS_REQUESTS = 10_000  # that wait or are answered in one ingress; the engines limit what runs
+INGRESS_REQUESTS = 10_000  # most requests of one ingress, waiting or answered; the engines limit what runs
 
 _APP_KEYS = ("llm_configs", "ingress_deployment_config")
 _MODEL_KEYS = (

@@ -34,8 +34,8 @@ class Counters:
     finished_length: int = 0
     finished_abort: int = 0
     finished_error: int = 0
-    pages_written: int = 0  # for another engine
-    pages_read: int = 0  # that another engine wrote
+    pages_written: int = 0  # to a file, for another engine
+    pages_read: int = 0  # from the file of another engine
     step_tokens: int = 0  # prompt tokens computed plus tokens sampled, summed over the steps
     step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))  # number of steps by size
 

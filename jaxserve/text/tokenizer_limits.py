@@ -16,7 +16,7 @@ from jaxserve.text.regex_guard import check_pattern
 MAX_VOCABULARY = 2**22  # the largest published vocabulary has 262,144
 MAX_ADDED = 2**15  # tokens; published tokenizers have 6,500 at most, and ten times as many take seconds to look for
 MAX_GROWTH = 64  # of a text in the normalizer; sentencepiece's sign for a space is one character
-MAX_FRAME_IDS = 256  # that the post-processor puts around a text
+MAX_FRAME_IDS = 256  # most ids that the post-processor puts around a text
 
 
 def refuse_costly(backend: tokenizers.Tokenizer, file: Path) -> None:

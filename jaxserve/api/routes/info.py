@@ -18,7 +18,7 @@ from jaxserve.client.replicas.replica import ReplicaState
 from jaxserve.config import SECRETS
 from jaxserve.version import __version__
 
-ENGINE_STATE_SECONDS = 2.0  # that the engine has for its part of an answer
+ENGINE_STATE_SECONDS = 2.0  # the most that the engine may take for its part of an answer
 
 router = APIRouter()
 

@@ -29,8 +29,8 @@ from jaxserve.transport.child_process import child_environment, python_command
 from jaxserve.transport.socket_directory import SocketDirectory
 
 WRITE_INTERVAL = 0.05  # seconds between two writes to the board
-WORKER_CALL_SECONDS = 2.0  # that a worker has to answer a call
-WORKER_FINISH_SECONDS = 8.0  # that a worker has to end its open answers, of which uvicorn takes 5
+WORKER_CALL_SECONDS = 2.0  # a worker must answer a call within them
+WORKER_FINISH_SECONDS = 8.0  # a worker must end its open answers within them; uvicorn takes 5
 
 logger = logging.getLogger(__name__)
 

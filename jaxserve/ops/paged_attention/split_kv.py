@@ -17,7 +17,7 @@ from jaxserve.ops.paged_attention.base import AttentionSpec
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 LOG2E = math.log2(math.e)
-PROGRAMS = 528  # that should fill a GPU: four for each of an H200's 132 multiprocessors
+PROGRAMS = 528  # programs that should fill a GPU: four for each of an H200's 132 multiprocessors
 _MAX_SPLITS = 16
 
 

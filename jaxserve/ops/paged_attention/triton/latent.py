@@ -39,7 +39,7 @@ class LatentTuning:
     tile: int = 32
     warps: int = 8
     stages: int = 5
-    programs: int = 132  # that fill an H200: one for each multiprocessor, whose shared memory holds one
+    programs: int = 132  # programs that fill an H200: one for each multiprocessor, whose shared memory holds one
 
 
 class _Part(NamedTuple):
