@@ -87,7 +87,7 @@ def test_a_stop_string_is_not_leaked(server: LiveServer, client: Any) -> None:
 
 def test_developer_role_and_text_parts(server: LiveServer, client: Any) -> None:
     messages = [
-        {"role": "developer", "content": "Be brief."},
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
     ]
     client.chat.completions.create(model="demo", messages=messages)

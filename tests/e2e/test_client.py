@@ -200,17 +200,6 @@ def test_custom_tools(client: Any, syntax: str, choice: str) -> None:
         json.loads(called.function.arguments)
 
 
-def test_the_developer_role_and_content_parts(client: Any) -> None:
-    text = {"type": "text", "text": "What is the capital of France?"}
-    answer = client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
-                  {"role": "user", "content": [text]}],
-        temperature=0,
-    )  # fmt: skip
-    assert "Paris" in (answer.choices[0].message.content or "")
-
-
 def test_errors_become_the_clients_exceptions(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="none", messages=[{"role": "user", "content": "x"}])
