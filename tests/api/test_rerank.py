@@ -128,6 +128,24 @@ def test_a_long_document_is_cut_and_the_query_is_not(embedder: LiveServer) -> No
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "query"
 
 
+@pytest.mark.parametrize("model", ["embedder", "head", "reranker"])
+def test_scores_of_different_weights_are_not_compared(
+    model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: LiveServer = request.getfixturevalue(model)
+    made, labels = server.link._outputs, ["old", "old"]
+
+    def labelled(sent: EngineRequest) -> list[TokenOutput]:
+        outputs = made(sent)
+        outputs[-1].weight_versions = (labels.pop(0) if labels else "new",)
+        return outputs
+
+    monkeypatch.setattr(server.link, "_outputs", labelled)
+    answer = server.post("/rerank", QUERY)  # has more than two prompts
+    assert answer.status_code == 409 and "weights were replaced" in answer.json()["error"]["message"]
+    assert server.post("/rerank", QUERY).status_code == 200
+
+
 # --- words -----------------------------------------------------------------------------------------------------
 
 

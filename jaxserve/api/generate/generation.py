@@ -22,7 +22,7 @@ from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.task import RequestOptions
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.sequences.outbox import Outbox
-from jaxserve.errors import HTTPError, InvalidValueError
+from jaxserve.errors import ConflictError, HTTPError, InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import EngineInfo
@@ -107,6 +107,7 @@ class Generation:
         self._outboxes: WeakSet[Outbox] = WeakSet()
         self._key = self.state.key_usages.of(self.caller.owner)
         self._is_begun = False  # the engine has got a prompt of this request
+        self._weights: set[tuple[str, ...]] = set()  # labels of those that made the outputs
 
     def _check_size(self) -> None:
         """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""
@@ -136,6 +137,11 @@ class Generation:
     def held_bytes(self) -> int:
         """Estimate the memory of outputs that are not read yet."""
         return sum(outbox.held_bytes() for outbox in self._outboxes)
+
+    def check_same_weights(self) -> None:
+        """Raises ConflictError if several weights made the outputs, so that their numbers cannot be compared."""
+        if len(self._weights) > 1:
+            raise ConflictError("The weights were replaced while the request ran. Send it again.")
 
     def _check_queue(self) -> None:
         """Check the queue for all prompts before sending any. Raises QueueFullError."""
@@ -224,6 +230,7 @@ class Generation:
 
     def _finished(self, number: int, output: RequestOutput) -> None:
         self.state.metrics.requests.labels(str(output.finish_reason)).inc()
+        self._weights.add(output.weight_versions)
         self._note_cached(number, output)
 
     def _note_cached(self, number: int, output: RequestOutput) -> None:

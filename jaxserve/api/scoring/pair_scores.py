@@ -74,6 +74,7 @@ class PairScorer:
             prompts.append(PromptTask(token_ids, SamplingParams(embed=True, max_tokens=0, second_text=second)))
         generation = self._generation(prompts)
         numbers = [float(np.frombuffer(raw, "<f4")[0]) for raw in await embeddings(generation)]
+        generation.check_same_weights()
         return self._activated(task, numbers), generation.usage.prompt_tokens
 
     async def _by_words(self, task: PairTask) -> Scores:
@@ -101,6 +102,7 @@ class PairScorer:
         tokens += [await whole_text(each, TextCut(task.keep), self.state, documents) for each in task.documents]
         generation = self._generation([PromptTask(each, EMBED) for each in tokens])
         found = await embeddings(generation)
+        generation.check_same_weights()
         scores = await self.state.encoder.run(lambda: _cosines(found, len(task.queries)), len(found) * len(found[0]))
         return scores, generation.usage.prompt_tokens
 
@@ -123,13 +125,17 @@ def watching(token_ids: Sequence[int]) -> SamplingParams:
 
 
 async def first_logprobs(generation: Generation) -> list[list[float]]:
-    """Run prompts with `watching` and return the log-probabilities. Raises InvalidValueError if one was aborted."""
+    """Run prompts with `watching` and return the log-probabilities.
+
+    Raises InvalidValueError if one was aborted, and ConflictError if the weights were replaced meanwhile.
+    """
     found: dict[int, list[float]] = {}
     async with aclosing(generation.outputs()) as outputs:
         async for number, output in outputs:
             if not output.logprobs:
                 raise InvalidValueError("The request was aborted.", code="request_aborted")
             found[number] = [max(value, LEAST_LOGPROB) for value in output.logprobs[0].watched]
+    generation.check_same_weights()
     return [found[number] for number in range(len(generation.prompts))]
 
 
