@@ -59,8 +59,9 @@ class LarkWriter:
         self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
         return name
 
-    def schema(self, schema: Mapping[str, Any] | bool) -> str:
-        return self.rule(json_schema_part(schema))
+    def schema(self, schema: Mapping[str, Any] | bool, *, exact: bool = True) -> str:
+        """Match a JSON value. exact: as in `json_schema_part`"""
+        return self.rule(json_schema_part(schema, exact=exact))
 
     def text_until(self, end: str) -> str:
         """Match any text up to and including the first `end`."""

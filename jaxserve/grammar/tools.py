@@ -33,7 +33,8 @@ class GrammarTool:
     """A tool as the grammar sees it.
 
     schema: of the parameters of a function; None takes any object
-    strict: OpenAI's: the schema is enforced in auto mode too, and objects are closed
+    strict: OpenAI's: the schema is enforced in auto mode too, and objects are closed. Of another schema, what cannot be
+        enforced is left out: agents bring many tools, whose schemas others wrote.
     custom: a custom tool; its input is any text, or matches `regex` or `lark`
     """
 
@@ -43,6 +44,11 @@ class GrammarTool:
     custom: bool = False
     regex: str | None = None
     lark: str | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the schema is enforced."""
+        return self.strict or self.custom
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
@@ -222,7 +228,7 @@ def _around(writer: LarkWriter, before: str, middle: str, after: str) -> str:
 def _arguments(writer: LarkWriter, tool: GrammarTool) -> str:
     """Match the JSON object of a call's arguments."""
     if tool.lark is None:
-        return writer.schema(tool.arguments_schema)
+        return writer.schema(tool.arguments_schema, exact=tool.is_exact)
     return _around(writer, '{"input": "', embed_in_json(writer, tool.lark), '"}')
 
 
@@ -236,7 +242,8 @@ def _json_value(call: JsonCall, writer: LarkWriter, tool: GrammarTool) -> str:
     schema, arguments = tool.arguments_schema, call.arguments
     properties = {"name": {"const": tool.name}, arguments: moved(schema, f"#/properties/{arguments}")}
     value = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    return writer.schema({"$schema": schema["$schema"], **value} if "$schema" in schema else value)
+    whole = {"$schema": schema["$schema"], **value} if "$schema" in schema else value
+    return writer.schema(whole, exact=tool.is_exact)
 
 
 def _named_call(call: NamedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
@@ -259,19 +266,21 @@ def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str
 def _tagged_call(call: TaggedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
     ends = (call.after.strip(), *call.ends)
     parts = [writer.literal(call.head.replace("NAME", tool.name)[skip:])]
-    for name, schema, required in parameters_of(tool.arguments_schema):
+    for name, schema, required in parameters_of(tool.arguments_schema, exact=tool.is_exact):
         opening = call.before.replace("KEY", name).replace("TEXT", json.dumps(is_text(schema)))
-        custom = _custom_input(writer, tool, opening, call.after, ends)
-        parameter = custom or writer.rule(f"{writer.literal(opening)} {_value(writer, schema, call.after, ends)}")
+        parameter = _custom_input(writer, tool, opening, call.after, ends)
+        if parameter is None:
+            value = _value(writer, schema, call.after, ends, exact=tool.is_exact)
+            parameter = writer.rule(f"{writer.literal(opening)} {value}")
         parts.append(parameter if required else f"{parameter}?")
     return writer.rule(" ".join([*parts, writer.literal(call.tail)]))
 
 
-def _value(writer: LarkWriter, schema: Any, after: str, ends: Sequence[str]) -> str:
+def _value(writer: LarkWriter, schema: Any, after: str, ends: Sequence[str], *, exact: bool) -> str:
     """Match one value and `after`: strings are written without quotes, anything else as JSON. ends: as in TaggedCall"""
     if not is_text(schema):
-        return f"{writer.schema(schema)} {writer.literal(after)}"
-    texts = texts_of(schema)
+        return f"{writer.schema(schema, exact=exact)} {writer.literal(after)}"
+    texts = texts_of(schema, exact=exact)
     if texts is None:
         return writer.text_until(after)
     values = [writer.literal(text) or '""' for text in texts if not any(end.strip() in text for end in ends)]
@@ -282,12 +291,12 @@ def _value(writer: LarkWriter, schema: Any, after: str, ends: Sequence[str]) -> 
 
 def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
     """Match f(a=1, b="x"), with the parameters in the order of the schema."""
-    parameters = parameters_of(tool.arguments_schema)
+    parameters = parameters_of(tool.arguments_schema, exact=tool.is_exact)
     comma, empty = '", "', '""'
     values = [
         _around(writer, 'input="', embed_in_json(writer, tool.lark), '"')
         if tool.lark is not None
-        else writer.rule(f"{writer.literal(name + '=')} {_python_value(writer, part)}")
+        else writer.rule(f"{writer.literal(name + '=')} {_python_value(writer, part, exact=tool.is_exact)}")
         for name, part, _ in parameters
     ]
 
@@ -301,7 +310,7 @@ def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
     return _around(writer, f"{tool.name}(", rest[""], ")")
 
 
-def _python_value(writer: LarkWriter, schema: Any) -> str:
+def _python_value(writer: LarkWriter, schema: Any, *, exact: bool) -> str:
     if isinstance(schema, dict) and schema.get("type") == "boolean":
         return '("True" | "False")'
-    return writer.schema(schema)
+    return writer.schema(schema, exact=exact)

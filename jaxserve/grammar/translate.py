@@ -25,6 +25,7 @@ MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_ALTERNATIVES = 4096
 MAX_INTEGER = 2**53  # of enum and const: llguidance rounds larger ones, and crashes at some near -2**63
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")  # or refers back to a group
 # white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
@@ -67,10 +68,27 @@ def choice_spec(choices: list[str]) -> GrammarSpec:
     return GrammarSpec(kind="choice", source=json.dumps(choices))
 
 
-def json_schema_part(schema: Mapping[str, Any] | bool) -> str:
-    """Return a JSON schema as a part of a Lark grammar."""
+def json_schema_part(schema: Mapping[str, Any] | bool, *, exact: bool = True) -> str:
+    """Return a JSON schema as a part of a Lark grammar.
+
+    exact: raise InvalidSchemaError for what llguidance does not enforce; else leave it out
+    """
     checked = _checked_schema(schema)
-    return "%json " + json.dumps({**checked, "x-guidance": JSON_OPTIONS})
+    if exact:
+        return "%json " + json.dumps({**checked, "x-guidance": JSON_OPTIONS})
+    return "%json " + json.dumps({**_readable(checked), "x-guidance": {**JSON_OPTIONS, "lenient": True}})
+
+
+def _readable(schema: Any) -> Any:
+    """Return a schema, whose depth has been checked, without the patterns that llguidance cannot read."""
+    if isinstance(schema, list):
+        return [_readable(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = with_parts(schema, _readable)
+    if isinstance(pattern := kept.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
+        del kept["pattern"]
+    return kept
 
 
 def closed(schema: Any, depth: int = 0) -> Any:

@@ -430,10 +430,15 @@ def test_a_named_custom_tool_with_a_lark_grammar(server: LiveServer, client: Any
 
 
 def test_schemas_of_tools_that_cannot_be_enforced(server: LiveServer) -> None:
-    broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}
-    body = {"model": "demo", "messages": MESSAGES, "tools": [broken], "tool_choice": "required"}
-    response = server.post("/v1/chat/completions", body)
-    assert response.status_code == 400 and response.json()["error"]["param"] == "tools", response.text
+    """Of a tool that is not strict the rest is enforced, also beside a strict tool."""
+    function = {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}
+    beside = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    for strict, status in ((True, 400), (False, 200)):
+        broken = {"type": "function", "function": function | {"strict": strict}}
+        for keys in ({"tools": [broken], "tool_choice": "required"}, {"tools": [beside, broken]}):
+            response = server.post("/v1/chat/completions", {"model": "demo", "messages": MESSAGES} | keys)
+            assert response.status_code == status, response.text
+            assert status == 200 or response.json()["error"]["param"] == "tools"
 
 
 def test_no_chunk_of_a_stream_has_empty_content_behind_the_first(server: LiveServer, client: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -89,14 +90,46 @@ def test_references_keep_their_targets(
 )
 def test_what_limits_all_parameters_is_refused_by_name(family: str, schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidSchemaError, match=reason) as caught:
-        spec_of(family, GrammarTool("f", schema))
+        spec_of(family, GrammarTool("f", schema, strict=True))
     assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("schema", [{"enum": []}, {"enum": [1]}, {"enum": ["a</parameter>"]}, {"pattern": "a"}])
 def test_a_text_that_cannot_be_written_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidSchemaError, match="text parameter"):
-        spec_of("qwen3_coder", one({"type": "string"} | schema))
+        spec_of("qwen3_coder", replace(one({"type": "string"} | schema), strict=True))
+
+
+AGENTS_BRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "url": {"type": "string", "format": "uri-template", "pattern": r"^(?!file:).+$", "minLength": 1},
+        "tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        "mail": {"type": ["string", "null"], "pattern": r"^(a)\1$"},
+    },
+    "required": ["url", "tags", "mail"],
+    "anyOf": [{"required": ["url"]}],
+    "dependentRequired": {"mail": ["url"]},
+}
+BROUGHT = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=url>\nx\n</parameter>\n<parameter=tags>\n[1]\n</parameter>\n"
+    '<parameter=mail>\n"y"\n</parameter>\n</function>\n</tool_call>',
+    "pythonic": '[f(url="x", tags=[1], mail="y")]',
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"url": "x", "tags": [1], "mail": "y"}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("family", BROUGHT)
+def test_only_a_strict_tool_is_refused_for_what_cannot_be_enforced(
+    factory: MatcherFactory, tokenizer: Tokenizer, family: str
+) -> None:
+    """Of another tool's schema the rest is enforced: OpenAI and Anthropic take any schema without `strict`."""
+    text, tool = BROUGHT[family], GrammarTool("f", AGENTS_BRING)
+    for given, good in ((text, True), (text.replace("1", '"a"'), False)):
+        matcher = grammar(factory, tokenizer, family, [tool], required=True, parallel=False)
+        assert feed(matcher, tokenizer, given) is good
+    with pytest.raises(InvalidSchemaError):
+        factory(spec_of(family, replace(tool, strict=True)))
 
 
 def test_a_required_parameter_without_a_schema_is_written(factory: MatcherFactory, tokenizer: Tokenizer) -> None:

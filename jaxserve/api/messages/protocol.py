@@ -64,7 +64,9 @@ class MessageTool(NestedObject):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: bool | None = Field(
+        None, description="Default false: what cannot be enforced of the schema is left out, instead of refused."
+    )
 
     @property
     def unknown_fields(self) -> dict[str, Any]:

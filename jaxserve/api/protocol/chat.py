@@ -57,7 +57,9 @@ class FunctionDefinition(NestedObject):
     name: limits.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: bool | None = Field(
+        None, description="Default false: what cannot be enforced of the schema is left out, instead of refused."
+    )
 
 
 class CustomGrammar(NestedObject):

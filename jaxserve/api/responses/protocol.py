@@ -78,7 +78,9 @@ class ResponseTool(NestedObject):
     name: ToolText | None = Field(None, description="Required of a function, a custom tool and a namespace.")
     description: str | None = Field(None, description="Of a namespace: ignored.")
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="Default false.")
+    strict: bool | None = Field(
+        None, description="Default false: what cannot be enforced of the schema is left out, instead of refused."
+    )
     format: ToolInputFormat | str | dict[str, Any] | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
 

@@ -23,12 +23,13 @@ class Parameter(NamedTuple):
     required: bool
 
 
-def parameters_of(schema: Mapping[str, Any]) -> list[Parameter]:
+def parameters_of(schema: Mapping[str, Any], *, exact: bool = True) -> list[Parameter]:
     """Return the parameters of a tool, in order: those of `properties`, then others that are required.
 
-    Raises InvalidSchemaError (param tools) if the schema says more than each parameter's own schema can.
+    exact: raise InvalidSchemaError (param tools) if the schema says more than each parameter's own schema can; else
+    ignore the rest, if there are properties
     """
-    if unkept := sorted(_WHOLE & schema.keys()):
+    if (unkept := sorted(_WHOLE & schema.keys())) and (exact or not schema.get("properties")):
         raise _error(f"{', '.join(unkept)} of a tool's parameters cannot be enforced in this model's format of calls")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -64,22 +65,22 @@ def is_text(schema: Any) -> bool:
     return schema_types(schema) == {"string"}
 
 
-def texts_of(schema: Mapping[str, Any]) -> list[str] | None:
+def texts_of(schema: Mapping[str, Any], *, exact: bool = True) -> list[str] | None:
     """Return the values of a text parameter; None if it may be any text.
 
-    Raises InvalidSchemaError (param tools) if a keyword limits it in another way.
+    exact: raise InvalidSchemaError (param tools) if a keyword limits it in another way; else ignore that
     """
     lists = [key for key in ("enum", "const", "anyOf", "oneOf") if key in schema]
-    if unkept := sorted(_TEXT & schema.keys()) + lists[1:]:
+    if exact and (unkept := sorted(_TEXT & schema.keys()) + lists[1:]):
         what = ", ".join(unkept)
         raise _error(f"a text parameter with {what} cannot be enforced in this model's format of calls")
     if not lists:
         return None
-    (key,) = lists
+    key = lists[0]
     if key in ("enum", "const"):
         values = [schema[key]] if key == "const" else schema[key]
         return [value for value in values if isinstance(value, str)]
-    found = [texts_of(option) for option in schema[key]]
+    found = [texts_of(option, exact=exact) for option in schema[key]]
     return None if None in found else [text for texts in found for text in texts or ()]
 
 
