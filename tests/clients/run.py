@@ -20,6 +20,7 @@ CAPABILITIES = ("text", "stream", "tools", "tool loop", "JSON schema", "logprobs
 AGENTS = ("use_aider.py", "use_claude-code.mjs", "use_codex.mjs", "use_continue.mjs", "use_opencode-ai.mjs")
 # of clients that have another name in the table
 NPM_NAMES = {
+    "ai-sdk-openai": "@ai-sdk/openai",
     "claude-code": "@anthropic-ai/claude-code",
     "codex": "@openai/codex",
     "continue": "@continuedev/cli",
