@@ -63,6 +63,7 @@ class ByteDetokenizer:
         self._begun = self._decoder.getstate()[0]  # of a character that the prompt has not finished
 
     def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that the tokens complete. The bytes of a character that is not complete are kept."""
         data = b"".join([self._token_bytes(i) for i in token_ids if i not in self._skip])
         if self._strip_first and data:
             self._strip_first = False

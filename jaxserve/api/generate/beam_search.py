@@ -35,6 +35,7 @@ class Beam:
         return self.total / max(1, len(self.token_ids)) ** length_penalty
 
     def extended(self, entry: TokenLogprobs, token_id: int, logprob: float, ended: bool) -> Beam:
+        """Return the beam with one more token. entry: the log-probabilities at its position, the token's among them"""
         chosen = msgspec.structs.replace(
             entry, token_id=token_id, logprob=logprob, rank=1 + entry.top_ids.index(token_id)
         )

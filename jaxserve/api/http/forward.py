@@ -11,7 +11,7 @@ from functools import partial
 import httptools
 from starlette.types import Receive, Scope, Send
 
-PIECE = 64 * 1024  # bytes
+PIECE_BYTES = 64 * 1024
 
 # of one connection, not of the request or the answer; uvicorn writes its own date
 _NOT_FORWARDED = frozenset(
@@ -162,6 +162,6 @@ async def _answer(connection: socket.socket, send: Send, *, has_body: bool) -> N
 async def _read(connection: socket.socket) -> bytes:
     """Return what has arrived; nothing if the process closed the connection or was killed."""
     try:
-        return await asyncio.get_running_loop().sock_recv(connection, PIECE)
+        return await asyncio.get_running_loop().sock_recv(connection, PIECE_BYTES)
     except ConnectionError:
         return b""

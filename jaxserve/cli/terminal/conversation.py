@@ -25,7 +25,7 @@ class ShownPart:
 
 @dataclass
 class Conversation:
-    """Sends questions with what was said before.
+    """Sends questions with the messages before them.
 
     settings: fields of the request beside model and messages, for example temperature.
     """
