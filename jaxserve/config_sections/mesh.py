@@ -31,7 +31,9 @@ class MeshSection(Section):
         description="With prefill_replicas: a prompt with fewer tokens that are not cached is computed where its "
         "tokens are produced.",
     )
-    data: Int = Field(1, ge=1, le=4096, description="Data parallelism. Only 1 works yet.")
+    data: Int = Field(
+        1, ge=1, le=4096, description="Only 1: an engine does not split its requests over devices. Use replicas."
+    )
     tensor: Int = Field(
         1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."
     )
