@@ -57,3 +57,10 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
         *("benchmarks.none", "jaxserve/none.py", "kv/none.py"),
         "tests/test_documents.py::test_none",
     ]
+
+
+def test_the_readme_counts_the_clients_of_the_table() -> None:
+    table = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \((?:PyPI|npm)\) \| [\d.]+ \|", table, re.MULTILINE)
+    readme = re.search(r"(\d+)\s+clients work unmodified", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert readme is not None and int(readme[1]) == len(rows)
