@@ -73,7 +73,8 @@ class HostTier:
         self._unchecked, self._checked = set(slots), checked
         self._free = [slot for slot in self._free if slot not in self._unchecked]
 
-    def _take_checked(self) -> None:
+    def take_checked(self) -> None:
+        """Take over the copies that were checked meanwhile, and drop those that were lost."""
         lost: set[int] = set()
         while self._checked:
             slot, digest = self._checked.popleft()
@@ -100,7 +101,7 @@ class HostTier:
 
     def store_page(self, node: Node, page_id: int) -> None:
         """Keep a copy of the page of a node, which is evicted now."""
-        self._take_checked()
+        self.take_checked()
         digest = self.digest(node)
         if digest in self._slots:
             self._slots.move_to_end(digest)
@@ -119,7 +120,7 @@ class HostTier:
 
         tokens: at least `num_pages` pages of tokens, those after the prefix of `node`. The pages found count as used.
         """
-        self._take_checked()
+        self.take_checked()
         found: list[bytes] = []
         for digest in self._digests(self.digest(node), tokens, num_pages):
             if digest not in self._slots:

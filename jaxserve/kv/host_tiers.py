@@ -70,6 +70,7 @@ class HostTiers:
         after = self.full.find(node, tokens, len(tokens) // self._page_size)
         if self.window is None:
             return StoredPrefix(node, after)
+        self.window.take_checked()
         depth = self._with_window(node, after)
         after = after[: max(0, depth - node.depth)]
         while node.depth > depth:

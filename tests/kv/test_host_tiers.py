@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from jaxserve.engine.core.engine_core import EngineCore
-from tests.fakes import make_core, make_request, run_all, small_config
+from tests.fakes import EMPTY, FakeRunner, make_core, make_request, run_all, small_config
 
 PAGE = 4
 WINDOW = 7  # tokens: two pages and a part of a third
@@ -86,3 +88,23 @@ def test_a_flush_forgets_the_copies_of_both_groups() -> None:
     evict(core)
     core.flush_prefix_cache()
     assert ask(core, FIRST) == 40
+
+
+def test_a_new_process_finds_the_copies_of_both_groups_at_once_and_not_those_that_were_lost() -> None:
+    before, core = core_of(), core_of()
+    ask(before, FIRST)
+    evict(before)
+    old, new = before.scheduler.kv.host, core.scheduler.kv.host
+    assert old is not None and new is not None
+    assert isinstance(before.runner, FakeRunner) and isinstance(core.runner, FakeRunner)
+    core.runner.host = before.runner.host
+    checked: list[deque[tuple[int, bytes | None]]] = []
+    for tier, other in zip(old.tiers, new.tiers, strict=True):
+        checked.append(deque((slot, digest) for digest, slot in tier._slots.items()))
+        other.restore([slot for slot, _ in checked[-1]], checked[-1])
+    assert ask(core, FIRST) == PAGE
+    evict(core)
+    core.runner.host[1][:] = EMPTY  # its file was cut
+    checked[1] += [(slot, None) for slot in range(200)]
+    assert ask(core, FIRST) == 40
+    core.scheduler.check_integrity()
