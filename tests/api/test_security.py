@@ -20,7 +20,7 @@ from jaxserve.cli.serving.listening import bind
 from jaxserve.config import Config, LoggingSection
 from jaxserve.errors import ConfigError
 from jaxserve.log import JsonFormatter, TextFormatter, configure_logging
-from tests.waiting import LAST_RESORT
+from tests.waiting import LAST_RESORT, wait_until
 
 from .conftest import LiveServer
 
@@ -212,12 +212,21 @@ def test_json_lines_are_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().err)["message"] == "one line"
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-def test_tls(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+
+
+def certified(directory: Path) -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 and its key."""
+    certificate, key = directory / "cert.pem", directory / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate), "-keyout", str(key)]
     subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+@NEEDS_OPENSSL
+def test_tls(tmp_path: Path) -> None:
+    certificate, key = certified(tmp_path)
     config = Config().replace(server={"ssl_certfile": str(certificate), "ssl_keyfile": str(key)})
     with LiveServer(config) as server:
         url = server.url.replace("http:", "https:")
@@ -225,3 +234,30 @@ def test_tls(tmp_path: Path) -> None:
         assert httpx2.get(f"{url}/live", verify=trusted, timeout=LAST_RESORT).json() == {"status": "live"}
         with pytest.raises(httpx2.HTTPError):
             httpx2.get(f"{server.url}/live", timeout=LAST_RESORT)
+
+
+@NEEDS_OPENSSL
+def test_a_certificate_is_replaced_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that expires must be. Half of the new files, or none, change nothing."""
+    monkeypatch.setattr("jaxserve.cli.serving.http_server.CERTIFICATE_INTERVAL", 0)
+    certificate, key = certified(tmp_path)
+    (tmp_path / "new").mkdir()
+    first, (new_certificate, new_key) = certificate.read_text(), certified(tmp_path / "new")
+    second = new_certificate.read_text()
+
+    with LiveServer(Config().replace(server={"ssl_certfile": str(certificate), "ssl_keyfile": str(key)})) as server:
+
+        def shown() -> str:
+            return ssl.get_server_certificate(("127.0.0.1", server.listener.getsockname()[1]))
+
+        assert shown() == first
+        new_certificate.rename(certificate)
+        wait_until(lambda: "the old certificate stays in use" in caplog.text, "the half is seen")
+        assert shown() == first
+        new_key.rename(key)
+        wait_until(lambda: shown() == second, "the new certificate")
+        certificate.unlink()
+        wait_until(lambda: caplog.text.count("the old certificate stays in use") > 1, "it is missed")
+        assert shown() == second

@@ -264,8 +264,9 @@ ROWS: list[tuple[str, Answer]] = [
     ("--admin-api-key", Key("server.admin_api_key")),
     ("--ssl-keyfile", Key("server.ssl_keyfile")),
     ("--ssl-certfile", Key("server.ssl_certfile")),
-    ("--h11-* --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --ssl-keyfile-password --enable-ssl-refresh! "
+    ("--h11-* --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --ssl-keyfile-password "
      "--enable-http2! --http2-*", _PROXY),
+    ("--enable-ssl-refresh!", NoEffect("a replaced certificate is used for new connections anyway")),
     ("--root-path --fastapi-root-path", Refused("let the proxy in front of the server remove the prefix")),
     ("--uds", Refused("write --host 127.0.0.1 and a --port: the server listens on TCP")),
     ("--allowed-origins", Key("server.cors_origins", convert=json_list)),

@@ -10,8 +10,10 @@ from fastapi import FastAPI
 
 from jaxserve.api.http.browser_guard import guarded
 from jaxserve.api.http.connection import limited_protocol
+from jaxserve.cli.serving.listening import Certificate
 from jaxserve.config import ServerSection
 
+CERTIFICATE_INTERVAL = 10  # seconds between two looks whether the certificate's files have changed
 KEEP_ALIVE = 75  # seconds; longer than the 60 s of common proxies, so that they close first
 
 
@@ -22,7 +24,8 @@ def http_config(
 
     unix_socket: path of a socket of this machine to serve instead of a port, without TLS
     """
-    return uvicorn.Config(
+    uses_tls = section.ssl_certfile is not None and unix_socket is None
+    config = uvicorn.Config(
         guarded(app, section) if unix_socket is None else app,
         uds=unix_socket,
         http=limited_protocol(section),
@@ -32,9 +35,19 @@ def http_config(
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=graceful_shutdown,
-        ssl_keyfile=section.ssl_keyfile if unix_socket is None else None,
-        ssl_certfile=section.ssl_certfile if unix_socket is None else None,
+        ssl_keyfile=section.ssl_keyfile if uses_tls else None,
+        ssl_certfile=section.ssl_certfile if uses_tls else None,
+        timeout_notify=CERTIFICATE_INTERVAL,
     )
+    if uses_tls:
+        certificate = Certificate(section)
+
+        async def look() -> None:
+            assert config.ssl is not None
+            certificate.look(config.ssl)
+
+        config.callback_notify = look
+    return config
 
 
 class Server(uvicorn.Server):

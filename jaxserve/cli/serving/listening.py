@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -63,7 +64,12 @@ def check_certificates(section: ServerSection) -> None:
         if section.ssl_keyfile is not None:
             raise ConfigError("server.ssl_keyfile is set, and server.ssl_certfile is not", fix="set --ssl-certfile")
         return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), section)
+
+
+def _load(context: ssl.SSLContext, section: ServerSection) -> None:
+    """Let a context have the certificate. Raises ConfigError."""
+    assert section.ssl_certfile is not None
     try:
         context.load_cert_chain(section.ssl_certfile, section.ssl_keyfile, password="")
     except (OSError, ValueError) as error:  # SSLError is an OSError
@@ -72,6 +78,39 @@ def check_certificates(section: ServerSection) -> None:
             f"the certificate cannot be used ({files}): {error}",
             fix="set --ssl-certfile to a PEM certificate and --ssl-keyfile to its key, without a password",
         ) from error
+
+
+class Certificate:
+    """The certificate of a server that runs. Its files may be replaced meanwhile, as those that expire must be."""
+
+    def __init__(self, section: ServerSection) -> None:
+        self._section = section
+        self._seen = self._files()
+
+    def look(self, context: ssl.SSLContext) -> None:
+        """If the files have changed, use them for new connections. If they cannot be used, the old ones stay."""
+        if (found := self._files()) == self._seen:
+            return
+        self._seen = found
+        try:
+            check_certificates(self._section)  # a context that could not load them would have lost its key
+            _load(context, self._section)
+        except ConfigError as error:
+            logger.error("the old certificate stays in use: %s", error)
+        else:
+            logger.info("new connections have the new certificate of %s", self._section.ssl_certfile)
+
+    def _files(self) -> list[tuple[int, ...]]:
+        """Return what changes if a file is replaced; () for one that is not there."""
+        found: list[tuple[int, ...]] = []
+        for path in filter(None, (self._section.ssl_certfile, self._section.ssl_keyfile)):
+            try:
+                info = os.stat(path)
+            except OSError:
+                found.append(())
+            else:
+                found.append((info.st_mtime_ns, info.st_ino, info.st_size))
+        return found
 
 
 def url_of(listener: socket.socket, section: ServerSection) -> str:
