@@ -2,7 +2,10 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,14 @@ from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.runtime.saved_programs.executable import ProgramFormatError, load, serialize
-from jaxserve.runtime.saved_programs.program_store import ProgramStore, decode, encode, open_store, program_key
+from jaxserve.runtime.saved_programs.program_store import (
+    ProgramStore,
+    TurnTakingStore,
+    decode,
+    encode,
+    open_store,
+    program_key,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +75,58 @@ def test_second_process_loads_and_compiles_nothing(tmp_path: Path, mesh: DeviceM
     with pytest.raises(TypeError):
         second(*arguments(rows=5))
     assert (second.in_tree, second.out_tree) == (first.in_tree, first.out_tree)
+
+
+def slow(traced: list[int]) -> Any:
+    """The function, whose tracing another thread has time to wait for."""
+
+    def traced_slowly(x: jax.Array, table: dict[str, jax.Array], unused: jax.Array) -> Any:
+        traced.append(1)
+        time.sleep(0.2)
+        return function(x, table, unused)
+
+    return traced_slowly
+
+
+@pytest.mark.parametrize(("seconds", "compilations"), [(100.0, 1), (0.0, 2)])
+def test_two_that_start_together_compile_a_program_once(
+    tmp_path: Path, mesh: DeviceMesh, seconds: float, compilations: int
+) -> None:
+    traced: list[int] = []
+    store = ProgramStore(tmp_path, mesh)
+
+    def compiled(number: int) -> jax.stages.Compiled:
+        wanted = dataclasses.replace(program(mesh), function=slow(traced))  # jax traces each function once
+        return compile_all([wanted], store=TurnTakingStore(store, seconds))["example"]
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(compiled, range(2)))
+    assert len(traced) == compilations
+    assert [path.name for path in tmp_path.iterdir()] == [stored_file(tmp_path).name], "no lock is left"
+    for each in found:
+        np.testing.assert_array_equal(each(*arguments())["pair"][0], arguments()[0] + 1)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_who_holds_a_lock_holds_up_nobody_for_ever(tmp_path: Path, mesh: DeviceMesh, is_killed: bool) -> None:
+    """Neither a process that was killed nor one that was stopped. It is waited for once."""
+    store = ProgramStore(tmp_path, mesh)
+    wanted = program(mesh)
+    other = f".{program_key(wanted, fingerprint(mesh))}.lock"
+    code = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(tmp_path / other)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        waiting = TurnTakingStore(store, 100.0 if is_killed else 0.2)
+        with ThreadPoolExecutor() as pool:
+            found = pool.submit(compile_all, [wanted], store=waiting)
+            if is_killed:
+                time.sleep(0.2)
+                holder.kill()
+            assert set(found.result()) == {"example"}
+        assert (tmp_path / other).exists() is not is_killed
+        holder.kill()
+    assert store.find(wanted) is not None
 
 
 @pytest.mark.parametrize("break_it", [lambda data: data[:-100], lambda data: data[:-1] + b"x", lambda data: b""])

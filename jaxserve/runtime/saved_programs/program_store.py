@@ -2,19 +2,20 @@
 
 A program that is found there is loaded and not traced or compiled, which takes a tenth of the time. The files are
 code: only files of this user or of root that no other user can write are read, and each has a checksum. Beyond KEPT
-bytes those that were not used for longest are removed.
+bytes those that were not used for longest are removed. Processes that start together compile each program once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
 import secrets
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import msgspec
 
 from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.compilation.compiler import Program, obtain
 from jaxserve.runtime.fingerprint import describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.saved_programs.executable import ProgramFormatError, StoredProgram, load, serialize
@@ -35,6 +36,8 @@ LIMIT = 4 * 2**30  # bytes; a larger file is refused before it is read
 KEPT = 4 * 2**30  # bytes of all programs together; those of the demo model have 12 MB
 # Not made by each thread that reads a program: msgspec ends a process in which two threads meet nested types at once.
 _PROGRAM = msgspec.msgpack.Decoder(StoredProgram)
+WAIT = 300.0  # seconds that a program is waited for which another process compiles
+LOOK_INTERVAL = 0.05  # seconds between two looks at its lock
 UNFINISHED = 86400.0  # seconds after which a temporary file is one that a killed process left
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,52 @@ class ProgramStore:
         except (OSError, CacheDirectoryError, ProgramFormatError) as error:
             logger.info("%s is not kept: %s", program.name, error)
 
+    @contextlib.contextmanager
+    def turn(self, program: Program, seconds: float) -> Iterator[bool]:
+        """Hold the lock of a program, if it is free within so many seconds. Yields whether it was not free at once."""
+        name = f".{program_key(program, self._fingerprint)}.lock"
+        with contextlib.ExitStack() as stack:
+            try:
+                directory = stack.enter_context(opened(self._directory)).descriptor
+                lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            except (OSError, CacheDirectoryError):  # a cache that cannot be written
+                yield False
+                return
+            stack.callback(os.close, lock)
+            has_waited, has_lock = _locked(lock, seconds)
+            try:
+                yield has_waited
+            finally:
+                if has_lock:
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=directory)
+
+
+class TurnTakingStore:
+    """A store whose programs are compiled by one process at a time, while the others that need them wait.
+
+    So engines that start together compile each program once. The lock is the kernel's: it ends with its holder.
+    seconds: that a program of another process is waited for. A holder may have been stopped, or its disk be full.
+    """
+
+    def __init__(self, store: ProgramStore, seconds: float = WAIT) -> None:
+        self._store = store
+        self._seconds = seconds
+
+    def find(self, program: Program) -> jax.stages.Compiled:
+        """Load a program, or compile it here, or wait until another process has compiled it."""
+        if (found := self._store.find(program)) is not None:
+            return found
+        with self._store.turn(program, self._seconds) as has_waited:
+            found = self._store.find(program)
+            if found is None and has_waited:
+                self._seconds = 0.0  # the other process did not keep it: to wait for the next one is as useless
+            return found or obtain(program, self._store)
+
+    def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
+        """Never called: `find` returns a program or raises."""
+        raise AssertionError(program.name)
+
 
 def program_key(program: Program, made_for: Mapping[str, str]) -> str:
     """Return the name of a program among all programs of all models and machines: 40 hexadecimal digits."""
@@ -88,6 +137,22 @@ def program_key(program: Program, made_for: Mapping[str, str]) -> str:
     parts: list[Any] = [program.name, program.identity, sorted(made_for.items()), list(map(describe, arguments))]
     parts += [str(tree), program.donate, out, results, sorted(program.options.items())]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
+
+
+def _locked(descriptor: int, seconds: float) -> tuple[bool, bool]:
+    """Wait at most so many seconds for a lock. Returns whether it was not free at once, and whether it is held now."""
+    deadline, has_waited = time.monotonic() + seconds, False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return has_waited, True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return has_waited, False
+        except OSError:  # a file system without locks
+            return has_waited, False
+        has_waited = True
+        time.sleep(LOOK_INTERVAL)
 
 
 def encode(stored: StoredProgram) -> bytes:
@@ -160,12 +225,12 @@ def remove_unused(directory: int, most: int) -> None:
         os.close(descriptor)
 
 
-def open_store(directory: Path | None, mesh: DeviceMesh) -> ProgramStore | None:
+def open_store(directory: Path | None, mesh: DeviceMesh) -> TurnTakingStore | None:
     """Return the store beside JAX's cache in `directory`; None if there is no cache, or it cannot be written."""
     if directory is None:
         return None
     try:
-        return ProgramStore(directory / "programs", mesh)
+        return TurnTakingStore(ProgramStore(directory / "programs", mesh))
     except ConfigError as error:
         logger.warning("compiled programs are not kept: %s", error)
         return None
