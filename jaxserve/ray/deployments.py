@@ -32,11 +32,11 @@ from jaxserve.log import configure_logging
 from jaxserve.ray.group import Group
 from jaxserve.ray.metric_export import MetricExport
 from jaxserve.ray.relay import (
-    BodyReader,
     Parts,
     RelayedAnswer,
     RelayedRequest,
     ReplicaLostError,
+    ingress_app,
     run_app,
     with_allowed_hosts,
 )
@@ -50,8 +50,8 @@ def application(args: Mapping[str, Any]) -> Any:
     settings = RaySettings.parse(args, os.environ)
     replica = serve.deployment(**settings.engine)(EngineReplica)
     engines = replica.bind(settings.words, settings.log_engine_metrics, settings.followers)
-    reader = BodyReader(settings.max_body_bytes, settings.config.server.body_timeout)
-    return serve.deployment(**settings.ingress)(Ingress).bind(engines, reader)
+    ingress = serve.deployment(**settings.ingress)(Ingress)
+    return ingress.bind(engines, settings.words, settings.variables)
 
 
 class EngineReplica:
@@ -124,14 +124,17 @@ class EngineReplica:
 
 
 class Ingress:
-    """Reads each request and passes it on to the engine that the router chooses."""
+    """Reads each request and passes it on to the engine that the router chooses.
 
-    def __init__(self, engines: Any, reader: BodyReader) -> None:
+    words: flags of `jaxserve launch`. variables: of the engines' environment, beside those of this process
+    """
+
+    def __init__(self, engines: Any, words: tuple[str, ...], variables: Mapping[str, str]) -> None:
         self._answer = engines.options(stream=True).answer
-        self._reader = reader
+        self._app = ingress_app(self._ask, load_config(words, {**os.environ, **variables}).server)
 
     async def __call__(self, request: Request) -> RelayedAnswer:
-        return RelayedAnswer(get_route_path(request.scope), self._reader, self._ask)
+        return RelayedAnswer(get_route_path(request.scope), self._app)
 
     async def _ask(self, request: RelayedRequest) -> AsyncIterator[list[Message]]:
         """Yield what one replica answers. Raises ReplicaLostError, QueueFullError and NotReadyError."""

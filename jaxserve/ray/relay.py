@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.api.errors.responses import ClientDisconnected, as_http_error, send_error
 from jaxserve.api.http.begun_answer import BegunAnswer
 from jaxserve.api.http.browser_guard import guarded
-from jaxserve.api.http.middleware import ADMIN_PATHS, SLOWEST_BYTES
+from jaxserve.api.http.middleware import ADMIN_PATHS, UPLOAD_PATHS, Authentication, BodyLimit
+from jaxserve.api.shared.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
 from jaxserve.config import ServerSection
-from jaxserve.errors import HTTPError, ModelEndedError, NotFoundError, SlowRequestError
+from jaxserve.errors import HTTPError, ModelEndedError, NotFoundError
 
 ATTEMPTS = 4  # replicas that a request is sent to, as long as none has begun to answer it
 
@@ -107,55 +108,51 @@ async def run_app(app: ASGIApp, request: RelayedRequest) -> Parts:
             await task
 
 
-@dataclass(frozen=True, slots=True)
-class BodyReader:
-    """Reads bodies within limits of size and time.
+def ingress_app(ask: Ask, section: ServerSection) -> ASGIApp:
+    """Return the application of the ingress, which checks the key and the size of a body before it reads the body.
 
-    max_bytes: a longer body is passed on cut, and the engine's own limit refuses it. seconds: plus 1 s per 10 kB
+    ask: sends a request to a replica; raises ReplicaLostError, or an HTTPError. Replicas check again.
     """
-
-    max_bytes: int
-    seconds: float
-
-    async def read(self, receive: Receive) -> bytes:
-        """Read the whole body. Raises ClientDisconnected, and SlowRequestError if it takes too long."""
-        body, began = bytearray(), time.monotonic()
-        while len(body) <= self.max_bytes:
-            left = self.seconds + len(body) / SLOWEST_BYTES - (time.monotonic() - began)
-            try:
-                message = await asyncio.wait_for(receive(), max(0.0, left))
-            except TimeoutError:
-                raise SlowRequestError("The body did not arrive in time.") from None
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
-        return bytes(body[: self.max_bytes + 1])
+    limits = BodyLimits.of(section, LONGEST_CONTEXT)
+    app: ASGIApp = BodyLimit(Relay(ask), limits=lambda: limits, held=BodySum([0.0]), timeout=section.body_timeout)
+    app = Authentication(app, config=section)
+    if section.cors_origins:
+        return CORSMiddleware(app, allow_origins=section.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    return app
 
 
 class RelayedAnswer(Response):
-    """The response of the ingress: what a replica answers, or an error in the form of the path's API.
+    """The response of the ingress to one request. path: without the application's route prefix"""
 
-    ask: sends a request to a replica; raises ReplicaLostError, or an HTTPError
-    """
-
-    def __init__(self, path: str, body_reader: BodyReader, ask: Ask) -> None:
+    def __init__(self, path: str, app: ASGIApp) -> None:
         super().__init__()
         self._path = path
-        self._reader = body_reader
-        self._ask = ask
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = {**scope, "path": self._path, "state": {}}
-        answer = BegunAnswer(scope, _without_id(send))
+        if self._path in ONE_REPLICA:
+            error = NotFoundError(
+                f"{self._path} is not served under Ray Serve: it would reach one of several replicas."
+            )
+            return await send_error(error, scope, receive, _without_id(send))
+        await self._app(scope, receive, _without_id(send))
+
+
+class Relay:
+    """ASGI application: what a replica answers, or an error in the form of the path's API. ask: see `ingress_app`"""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = BegunAnswer(scope, send)
         try:
-            if self._path in ONE_REPLICA:
-                raise NotFoundError(
-                    f"{self._path} is not served under Ray Serve: it would reach one of several replicas."
-                )
-            body = await self._reader.read(receive)
-            request = RelayedRequest(scope["method"], self._path, scope["query_string"], list(scope["headers"]), body)
+            # uploads have no limit of their own here, and every replica refuses them
+            body = b"" if scope["path"].startswith(UPLOAD_PATHS) else await _read(receive)
+            request = RelayedRequest(
+                scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), body
+            )
             await self._relay(request, answer)
         except ClientDisconnected:
             return
@@ -180,6 +177,18 @@ class RelayedAnswer(Response):
             await send_error(error, *asgi)
         elif not await answer.end(error):
             raise error
+
+
+async def _read(receive: Receive) -> bytes:
+    """Read the whole body. Raises ClientDisconnected, and what `receive` raises."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
 
 
 def _without_id(send: Send) -> Send:

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.shared.body_cost import LONGEST_CONTEXT, BodyLimits
 from jaxserve.cli.options.flags import parse_flags
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config, suggestion
@@ -73,6 +72,7 @@ class RaySettings:
 
     words: flags of `jaxserve launch`, with which each replica reads its own environment
     engine, ingress: options of the two deployments. followers: options of the actor of each host but the first
+    variables: of the engines' environment, by their runtime_env
     """
 
     words: tuple[str, ...]
@@ -80,6 +80,7 @@ class RaySettings:
     engine: dict[str, Any]
     ingress: dict[str, Any]
     followers: list[dict[str, Any]]
+    variables: dict[str, str]
     log_engine_metrics: bool
 
     @classmethod
@@ -106,13 +107,9 @@ class RaySettings:
             engine=engine,
             ingress=_ingress_options(_section(args, "ingress_deployment_config"), config),
             followers=follower_options(engine),
+            variables=_section(_section(engine["ray_actor_options"], "runtime_env"), "env_vars"),
             log_engine_metrics=_flag(model, "log_engine_metrics"),
         )
-
-    @property
-    def max_body_bytes(self) -> int:
-        """The largest body in bytes that the ingress reads. The engine's own limit is the same or smaller."""
-        return BodyLimits.of(self.config.server, LONGEST_CONTEXT).max_bytes
 
 
 def _words(model: Mapping[str, Any]) -> list[str]:

@@ -6,21 +6,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.api.shared.body_cost import BODIES_IN_SUM
 from jaxserve.config import Config
 from jaxserve.errors import QueueFullError
 from jaxserve.ray.relay import (
     ATTEMPTS,
-    BodyReader,
     RelayedAnswer,
     RelayedRequest,
     ReplicaLostError,
+    ingress_app,
     run_app,
     with_allowed_hosts,
 )
 
-READER = BodyReader(max_bytes=1000, seconds=5)
+SMALL = {"max_body_bytes": 2048}
 EVENT = b'data: {"n": 1}\n\n'
 
 
@@ -33,17 +34,24 @@ def part(body: bytes, *, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
+def ingress(ask: Any, **server: Any) -> ASGIApp:
+    return ingress_app(ask, Config().replace(server=SMALL | server).server)
+
+
 class Client:
     """One request at the ingress. parts: of its body; None: it disconnects there, or waits for ever at the end"""
 
     def __init__(
-        self, ask: Any, *parts: bytes | None, path: str = "/v1/completions", reader: BodyReader = READER
+        self, ask: Any, *parts: bytes | None, path: str = "/v1/completions", app: ASGIApp | None = None, **headers: str
     ) -> None:
-        self._answer = RelayedAnswer(path, reader, ask)
+        self._answer = RelayedAnswer(path, app or ingress(ask))
         self._parts = [*parts]
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self.received = 0
         self.messages: list[Message] = []
 
     async def _receive(self) -> Message:
+        self.received += 1
         if not self._parts:
             await asyncio.sleep(3600)
         body = self._parts.pop(0)
@@ -54,12 +62,15 @@ class Client:
     async def _send(self, message: Message) -> None:
         self.messages.append(message)
 
-    def run(self) -> tuple[int, bytes]:
+    async def ask(self, method: str = "POST") -> tuple[int, bytes]:
         """Return status and body."""
-        scope = {"type": "http", "method": "POST", "path": "/prefix/x", "query_string": b"a=b", "headers": []}
-        asyncio.run(self._answer(scope, self._receive, self._send))
+        scope = {"type": "http", "method": method, "path": "/prefix/x", "query_string": b"a=b"}
+        await self._answer({**scope, "headers": self._headers}, self._receive, self._send)
         status = next((each["status"] for each in self.messages if each["type"] == "http.response.start"), 0)
         return status, b"".join(each.get("body", b"") for each in self.messages)
+
+    def run(self, method: str = "POST") -> tuple[int, bytes]:
+        return asyncio.run(self.ask(method))
 
 
 def replicas(*answers: list[Any]) -> Callable[[RelayedRequest], AsyncIterator[list[Message]]]:
@@ -130,12 +141,45 @@ def test_bodies_that_are_too_long_late_or_cut() -> None:
         seen.append(request.body)
         yield [started(), part(b"")]
 
-    Client(ask, b"x" * 900, b"x" * 900, b"x" * 900).run()
-    assert seen == [b"x" * 1001]  # the engine's own limit refuses it
+    too_long = Client(ask, b"x" * 900, b"x" * 900, b"x" * 900, b"x" * 900)
+    assert too_long.run()[0] == 413 and too_long.received == 3
     assert Client(ask, b"x", None).run() == (0, b"")
-    assert len(seen) == 1
-    late = Client(ask, reader=BodyReader(1000, 0.01))
+    assert seen == []
+    late = Client(ask, app=ingress(ask, body_timeout=0.01))
     assert late.run()[0] == 408
+    upload = Client(ask, b"x" * 9000, path="/v1/files")  # no replica has a store: refused there, and not read here
+    assert upload.run()[0] == 200 and upload.received == 0 and seen == [b""]
+
+
+def test_a_body_without_a_key_is_not_read() -> None:
+    app = ingress(replicas([started(), part(b"{}")]), api_key="secret", cors_origins=["https://page.example"])
+    stranger = Client(None, b"x" * 900, app=app, origin="https://page.example")
+    status, body = stranger.run()
+    assert status == 401 and b"invalid_api_key" in body and stranger.received == 0
+    assert (b"access-control-allow-origin", b"https://page.example") in stranger.messages[0]["headers"]
+    assert Client(None, b"x", app=app, authorization="Bearer secret").run() == (200, b"{}")
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert Client(None, app=app, origin="https://page.example", **asked).run("OPTIONS")[0] == 200
+
+
+def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.api.shared.body_cost.MIN_SUM_BYTES", 0)  # else 512 MiB: the largest times 8
+    answers = asyncio.Event()
+
+    async def ask(request: RelayedRequest) -> AsyncIterator[list[Message]]:
+        await answers.wait()
+        yield [started(), part(b"")]
+
+    async def ask_at_once() -> tuple[list[int], int]:
+        app = ingress(ask)
+        held = [asyncio.create_task(Client(ask, b"x" * 2048, app=app).ask()) for _ in range(BODIES_IN_SUM)]
+        await asyncio.sleep(0.01)
+        refused = await Client(ask, b"x", app=app).ask()
+        answers.set()
+        statuses = [status for status, _ in await asyncio.gather(*held)]
+        return [*statuses, refused[0]], (await Client(ask, b"x", app=app).ask())[0]
+
+    assert asyncio.run(ask_at_once()) == ([200] * BODIES_IN_SUM + [429], 200)
 
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -172,3 +172,10 @@ def test_one_model_for_each_application() -> None:
             RaySettings.parse(args, {})
     with pytest.raises(ConfigError, match="ingress_cls_config is not served"):
         parsed(CPU, ingress_cls_config={})
+
+
+def test_the_ingress_has_the_variables_of_the_engines() -> None:
+    """Its key is theirs."""
+    variables = {"JAXSERVE_SERVER__API_KEY": "k"}
+    assert parsed({**CPU, "runtime_env": {"env_vars": variables}}).variables == variables
+    assert parsed({**CPU, "runtime_env": {"pip": ["x"]}}).variables == parsed(CPU).variables == {}
