@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxserve.api.generate.generation import PromptTask
 from jaxserve.api.generate.modes import _beam_output
 from jaxserve.api.generate.repetition import Repetitions
 from jaxserve.api.tasks.task import RepetitionRule
+from jaxserve.config import Config
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.output import FinishReason, TokenLogprobs
@@ -93,6 +95,32 @@ def test_beams_show_the_log_probabilities_of_the_prompt(server: LiveServer) -> N
         assert len(found) == len(beam["logprobs"]["tokens"]) == 5
         assert found[:3] == known[:3] and found[0] is None
         assert [each and len(each) for each in beam["prompt_logprobs"]] == [None, 1, 1]
+
+
+def test_best_of_keeps_the_first_beams(server: LiveServer) -> None:
+    """By the score that they were searched with, and not by the mean."""
+    server.link.script = lambda prompt, params: [prompt[-1] + 1]
+    body = {"model": "demo", "prompt": [300], "max_tokens": 3, "use_beam_search": True, "length_penalty": 0}
+    body |= {"return_token_ids": True, "logprobs": 1}
+    (other,) = server.post("/v1/completions", body | {"n": 2, "max_tokens": 1}).json()["choices"][1]["token_ids"]
+    body |= {"stop_token_ids": [other]}
+    four = server.post("/v1/completions", body | {"n": 4}).json()["choices"]
+    assert [len(choice["token_ids"]) for choice in four][:2] == [1, 3], four
+    two = server.post("/v1/completions", body | {"n": 2, "best_of": 4}).json()["choices"]
+    assert [choice["token_ids"] for choice in two] == [choice["token_ids"] for choice in four[:2]]
+
+
+def test_all_steps_of_a_beam_search_have_one_deadline() -> None:
+    def script(prompt: list[int], params: SamplingParams) -> list[int]:
+        time.sleep(0.01)
+        return [prompt[-1] + 1]
+
+    with LiveServer(Config.parse({"server": {"request_timeout": 60}})) as server:
+        server.link.script = script
+        body = {"model": "demo", "prompt": [300], "max_tokens": 4, "use_beam_search": True}
+        assert server.post("/v1/completions", body).status_code == 200
+        deadlines = [request.deadline or 0 for request in server.link.seen]
+    assert deadlines[0] == pytest.approx(60, abs=1) and deadlines[-1] <= deadlines[0] - 0.02
 
 
 def test_the_text_of_a_beam_depends_on_the_prompt_and_on_who_reads_it(shared_data: Any) -> None:

@@ -206,6 +206,8 @@ class Generation:
             await stream.aclose()
 
     def _generate(self, prompt: PromptTask) -> Stream:
+        began = time.perf_counter()
+
         def generate(prompt_token_ids: list[int], params: SamplingParams) -> Stream:
             """Send one request to the engine and return its stream."""
             outbox = Outbox()
@@ -218,7 +220,7 @@ class Generation:
                 cache_salt=self.options.cache_salt,
                 replica=self.options.replica,
                 tenant=None if self._key is None else self._key.tenant,
-                deadline=self.state.config.server.request_timeout,
+                deadline=self._seconds_left(began),
                 signal=prompt.signal,
                 outbox=outbox,
                 continues=self._is_begun and (self.at_once is not None or prompt.run is not None),
@@ -227,6 +229,13 @@ class Generation:
             return cast("Stream", stream)
 
         return generate(prompt.prompt_token_ids, prompt.params) if prompt.run is None else prompt.run(generate)
+
+    def _seconds_left(self, began: float) -> float | None:
+        """Return the seconds until the deadline of a prompt that began then; None if it has none. A beam search has one
+        deadline, not one for each of its steps.
+        """
+        timeout = self.state.config.server.request_timeout
+        return None if timeout is None else max(0.0, round(timeout - (time.perf_counter() - began), 3))
 
     def _finished(self, number: int, output: RequestOutput) -> None:
         self.state.metrics.requests.labels(str(output.finish_reason)).inc()

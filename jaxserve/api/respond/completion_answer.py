@@ -63,13 +63,18 @@ class CompletionAnswer:
             self._generation.usage.completion_tokens = 0
 
     def _best(self, choices: list[dict[str, Any]], scores: dict[int, list[float]]) -> list[dict[str, Any]]:
-        """Return, per prompt, the n of best_of choices with the highest mean log-probability, renumbered."""
+        """Return, per prompt, the n of best_of choices with the highest mean log-probability, renumbered.
+
+        Of a beam search, the first ones.
+        """
         n, made = self._options.num_choices, self._options.made
         if made <= n:
             return choices
         kept = []
         for start in range(0, len(choices), made):
-            group = sorted(choices[start : start + made], key=lambda choice: -_mean(scores[choice["index"]]))
+            group = choices[start : start + made]
+            if not self._options.best_first:
+                group.sort(key=lambda choice: -_mean(scores[choice["index"]]))
             kept += group[:n]
         return [choice | {"index": index} for index, choice in enumerate(kept)]
 

@@ -21,6 +21,7 @@ class CompletionOptions:
 
     scoring: max_tokens is 0. The engine always samples one token; it is dropped.
     num_choices: of each prompt in the answer; made: of each prompt in the engine
+    best_first: the choices that are made come best first
     hides_special: leave special tokens out of the offsets of log-probabilities
     """
 
@@ -29,6 +30,7 @@ class CompletionOptions:
     scoring: bool = False
     num_choices: int = 1
     made: int = 1
+    best_first: bool = False
     hides_special: bool = True
 
 
@@ -61,6 +63,7 @@ def completion_task(body: CompletionRequest, state: ServerState) -> CompletionTa
         scoring=body.max_tokens == 0,
         num_choices=body.n or 1,
         made=max(body.n or 1, body.best_of or 0),
+        best_first=bool(body.use_beam_search),
         hides_special=body.skip_special_tokens is not False,
     )
     return CompletionTask(
