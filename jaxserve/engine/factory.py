@@ -224,7 +224,7 @@ def make_runner(
     dtype, device, model = loaded.structure.activation_dtype, mesh.devices[0], loaded.config
     backend = None
     if not model.bidirectional:
-        backend = serving_backend(resolved.attention, device, model.attention_layers, dtype)
+        backend = serving_backend(resolved.attention, device, model.attention_layers, dtype, mesh.tensor)
     store: ProgramStorage | None = None
     several = config.mesh.hosts > 1  # the programs of several processes are kept by JAX's own cache only
     if config.runtime.bundle is not None:

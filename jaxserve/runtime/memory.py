@@ -89,6 +89,12 @@ class Sizes:
     window_page_bytes: int = 0
     window: WindowSize | None = None
     reached: tuple[int, int] = (0, 0)
+    scratch_page_bytes: int = 0  # by which a page makes the temporary memory larger, if programs copy the cache
+
+    def with_scratch(self) -> Sizes:
+        """Return the sizes with a page that has its share of the temporary memory, of the first group with bytes."""
+        name = "page_bytes" if self.page_bytes else "window_page_bytes"
+        return dataclasses.replace(self, **{name: getattr(self, name) + self.scratch_page_bytes})
 
 
 def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_bytes: int) -> MemoryPlan:
@@ -104,7 +110,7 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
     window_pages = 0
     if num_pages is None:
         pool = min(free, max(CPU_POOL_FLOOR, sizes.weight_bytes)) if platform == "cpu" else free
-        num_pages, window_pages = split_pool(max(pool, 0), sizes, max_model_len, num_window_pages)
+        num_pages, window_pages = split_pool(max(pool, 0), sizes.with_scratch(), max_model_len, num_window_pages)
     elif sizes.window is not None:
         most = sizes.window.for_requests(sizes.max_num_seqs)
         window_pages = min(num_pages, most) if num_window_pages is None else num_window_pages
@@ -125,7 +131,8 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
         budget_bytes=budget,
         weight_bytes=sizes.weight_bytes,
         state_bytes=sizes.state_bytes,
-        scratch_bytes=sizes.scratch_bytes,
+        scratch_bytes=sizes.scratch_bytes
+        + sizes.scratch_page_bytes * (num_pages if sizes.page_bytes else window_pages),
         page_bytes=sizes.page_bytes,
         num_pages=num_pages,
         page_size=sizes.page_size,

@@ -70,7 +70,7 @@ class RunnerSetup:
         """
         attention = loaded.config.attention_layers
         dtype = loaded.structure.activation_dtype
-        backend = serving_backend(config.attention, mesh.devices[0], attention, dtype)
+        backend = serving_backend(config.attention, mesh.devices[0], attention, dtype, mesh.tensor)
         window = kv_cache.group_window(attention, config.max_model_len)
         layers = kv_cache.layer_caches(
             attention, backend, config.page_size, config.cache_dtype, mesh, windowed=window is not None
@@ -112,16 +112,18 @@ class RunnerSetup:
             self.buckets.max_tokens * self.loaded.config.hidden_size * self.loaded.structure.activation_dtype.itemsize
         )
         probe = config.num_pages is None and self.mesh.platform != "cpu" and device_bytes is None
+        scratch, scratch_of_page = self._probe_scratch() if probe else (self._estimate_scratch(), 0)
         sizes = memory.Sizes(
             weight_bytes=sum(map(_bytes, self.loaded.leaves)),
             state_bytes=(state + hidden) * num_devices,
-            scratch_bytes=(self._probe_scratch() if probe else self._estimate_scratch()) * num_devices,
+            scratch_bytes=scratch * num_devices,
             page_bytes=kv_cache.page_bytes(self.layers),
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
             window_page_bytes=kv_cache.page_bytes(self.layers, group=1),
             window=self._window_size(),
             reached=(self._reached(0), self._reached(1)),
+            scratch_page_bytes=scratch_of_page * num_devices,
         )
         plan = memory.plan_memory(
             sizes,
@@ -180,14 +182,25 @@ class RunnerSetup:
         """Return the columns of a slot's row of page tables, all groups together."""
         return self.steps.num_groups * -(-max_model_len // self.config.page_size)
 
-    def _probe_scratch(self) -> int:
-        """Return the temporary bytes of the largest programs.
+    def _probe_scratch(self) -> tuple[int, int]:
+        """Return the temporary bytes of the largest programs, and how many more they are for each page.
 
-        They are compiled for a small KV cache, because its size does not change their temporary memory.
+        They are compiled for a small KV cache. On a TPU another one shows whether XLA copies it: that of heads of 64
+        columns, of a single kv head, or the scales of 8 bits.
         """
-        max_pages = -(-self.config.max_model_len // self.config.page_size)
-        probe = compile_all(self.program_set((max_pages, max_pages), self.config.max_model_len).largest())
-        return max(map(memory.scratch_bytes, probe.values()))
+        pages, length = -(-self.config.max_model_len // self.config.page_size), self.config.max_model_len
+        most = 2 * pages if self.mesh.platform == "tpu" else pages
+        wanted = [
+            dataclasses.replace(program, name=f"{program.name} of {count} pages")
+            for count in sorted({pages, most})
+            for program in self.program_set((count, count), length).largest()
+        ]
+        found = {name: memory.scratch_bytes(program) for name, program in compile_all(wanted).items()}
+        fixed = each = 0
+        for name in (name for name in found if name.endswith(f" of {pages} pages")):
+            of_page = max(0, found[name.replace(f" of {pages} ", f" of {most} ")] - found[name]) // pages
+            fixed, each = max(fixed, found[name] - of_page * pages), max(each, of_page)
+        return fixed, each
 
     def _estimate_scratch(self) -> int:
         """Return an upper estimate: ten float32 copies of a layer's widest activations, or of the logits."""

@@ -12,7 +12,7 @@ from jaxserve.runtime.compilation.attention_sizes import fitted, serving_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 NARROW, WIDE = (SimpleNamespace(head_dim=size, latent=False) for size in (128, 256))
-LATENT = SimpleNamespace(head_dim=576, latent=True)
+LATENT = SimpleNamespace(num_kv_heads=1, head_dim=576, latent=True)
 
 
 def serves(name: str, capability: str | None, dtype: str, *layers: Any) -> Any:
@@ -64,6 +64,26 @@ def test_latent_rows_fit_into_the_shared_memory_of_each_gpu() -> None:
     for large in ("8.0", "9.0", "10.0"):
         latent = serves("auto", large, "bfloat16", LATENT).latent
         assert (latent.rows, latent.tile) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "tensor", "dtype", "sizes"),
+    [
+        (8, 128, 1, "bfloat16", (128, 256)),
+        (8, 256, 1, "float32", (128, 256)),
+        (32, 128, 1, "bfloat16", (64, 256)),  # XLA asks for 20 MiB with the default, and a v5e has 16
+        (32, 96, 1, "bfloat16", (64, 256)),
+        (32, 128, 4, "bfloat16", (128, 256)),
+        (40, 128, 1, "bfloat16", (64, 128)),
+        (64, 128, 1, "float32", (16, 128)),
+    ],
+)
+def test_prompts_of_many_kv_heads_fit_into_the_memory_of_a_tpu(
+    kv_heads: int, head_dim: int, tensor: int, dtype: str, sizes: tuple[int, int]
+) -> None:
+    layers: list[Any] = [LATENT, SimpleNamespace(num_kv_heads=kv_heads, head_dim=head_dim, latent=False)]
+    backend: Any = serving_backend("auto", SimpleNamespace(platform="tpu"), layers, jnp.dtype(dtype), tensor)
+    assert (backend.tuning.rows, backend.tuning.tile) == sizes
 
 
 def test_wide_heads_fit_into_the_shared_memory_of_each_gpu() -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend
+from jaxserve.runtime import memory, runner_setup
+from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -81,6 +84,35 @@ def test_measured_sizes() -> None:
     assert device_memory(jax.devices("cpu")) > GIB
     compiled = jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(jax.ShapeDtypeStruct((256, 256), jnp.float32)).compile()
     assert scratch_bytes(compiled) >= 256 * 256 * 4
+
+
+def test_programs_that_copy_the_cache_leave_room_for_the_copy() -> None:
+    copied = plan(dataclasses.replace(SIZES, scratch_page_bytes=2 * MIB))
+    assert copied.num_pages == (72 - 16 - 1 - 2) * 256 and copied.page_bytes == SIZES.page_bytes
+    assert copied.scratch_bytes == 2 * GIB + copied.kv_bytes
+    windows = dataclasses.replace(ALTERNATING, page_bytes=0)
+    more = plan(dataclasses.replace(windows, scratch_page_bytes=MIB), device_bytes=30 * GIB)
+    assert more.num_window_pages < plan(windows, device_bytes=30 * GIB).num_window_pages
+    assert more.scratch_bytes == 2 * GIB + more.kv_bytes <= (27 - 17) * GIB - more.kv_bytes
+
+
+@pytest.mark.parametrize(("platform", "found"), [("tpu", (1000, 40)), ("gpu", (1000, 0))])
+def test_the_probe_of_a_tpu_shows_copies_of_the_cache(
+    platform: str, found: tuple[int, int], tiny_model: LoadedModel, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`extend` needs more memory, and `decode` more for each page."""
+    config = dataclasses.replace(CONFIG, attention="xla", max_model_len=128, page_size=8)
+    setup = RunnerSetup.of(tiny_model, config, mesh)
+    monkeypatch.setattr(DeviceMesh, "platform", platform)
+
+    def compiled(programs: Sequence[Program]) -> dict[str, int]:
+        """Return the bytes of each program: 40 for a page of those that decode, and 1000 for all others."""
+        pages = {program.name: jax.tree.leaves(program.args[1])[0].shape[0] for program in programs}
+        return {name: 40 * pages[name] if name.startswith("decode") else 1000 for name in pages}
+
+    monkeypatch.setattr(runner_setup, "compile_all", compiled)
+    monkeypatch.setattr(memory, "scratch_bytes", lambda size: size)
+    assert setup._probe_scratch() == found
 
 
 # --- 8-bit pages in the Triton kernels

@@ -1,6 +1,6 @@
-"""The attention backend that serves, by the GPU, the model's heads and the dtype; and the sizes of its kernels.
+"""The attention backend that serves, by the device, the model's heads and the dtype; and the sizes of its kernels.
 
-Triton's default sizes are for the 227 KiB of shared memory of Hopper and of a B200.
+Triton's default sizes are for the 227 KiB of shared memory of Hopper and of a B200, a TPU's for few kv heads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _TRITON_SINCE, _HOPPER = (8, 0), (9, 0)  # compute capability; XLA refuses Trito
 _LARGE_MEMORY = (9, 10)  # major numbers of the compute capability
 _SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # with 101,376 bytes for a program
 _WIDE = 128  # columns of a head; a wider one is padded to 256
+_LANES = 128  # columns of a TPU's vector register, to which arrays in its memory are padded
+_TPU_MEMORY = 15 * 2**20  # bytes; a kernel has 16 MiB on a v5e
+_TPU_SIZES = ((128, 256), (64, 256), (64, 128), (32, 128), (16, 128))  # rows and tile, the fastest first
 
 
 def compute_capability(device: Any) -> tuple[int, ...]:
@@ -36,9 +39,12 @@ def has_triton(device: Any) -> bool:
     return not any(capability) or capability >= _TRITON_SINCE
 
 
-def serving_backend(name: str, device: Any, layers: Iterable[AttentionLayer], dtype: jnp.dtype) -> Backend:
-    """Return the backend that `runtime.attention` names, in sizes that the device holds. dtype: of activations
+def serving_backend(
+    name: str, device: Any, layers: Iterable[AttentionLayer], dtype: jnp.dtype, tensor: int = 1
+) -> Backend:
+    """Return the backend that `runtime.attention` names, in sizes that the device holds.
 
+    dtype: of activations. tensor: devices over which heads are split
     "auto" takes XLA's on a GPU where Triton's kernels cannot run or spill, and logs it.
     Raises ConfigError if a backend that is named cannot run here.
     """
@@ -52,7 +58,7 @@ def serving_backend(name: str, device: Any, layers: Iterable[AttentionLayer], dt
     why = _cannot(backend, device, layers, dtype)
     if why:
         raise ConfigError(f"attention backend {name!r} needs {why}", fix="use runtime.attention: auto")
-    return fitted(backend, device, layers)
+    return _fitted_on_tpu(backend, layers, dtype, tensor) if backend.name == "tpu" else fitted(backend, device, layers)
 
 
 def _lacks(device: Any) -> str:
@@ -96,3 +102,28 @@ def fitted(backend: Backend, device: Any, layers: Iterable[AttentionLayer]) -> B
     if capability in _SMALL_MEMORY and any(layer.latent for layer in layers):
         backend = dataclasses.replace(backend, latent=dataclasses.replace(backend.latent, rows=32, tile=16))
     return backend
+
+
+def _fitted_on_tpu(backend: Backend, layers: Sequence[AttentionLayer], dtype: jnp.dtype, tensor: int) -> Backend:
+    """Return the backend with sizes that the memory of a TPU's core holds, for prompts too."""
+    from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning  # noqa: PLC0415  as above
+
+    assert isinstance(backend, TpuBackend)
+    sizes = [TpuTuning(tile=tile, rows=rows) for rows, tile in _TPU_SIZES]
+
+    def fits(tuning: TpuTuning) -> bool:
+        return all(_tpu_bytes(tuning.rows, tuning.tile, layer, dtype, tensor) <= _TPU_MEMORY for layer in layers)
+
+    return dataclasses.replace(backend, tuning=next(filter(fits, sizes), sizes[-1]))
+
+
+def _tpu_bytes(rows: int, tile: int, layer: AttentionLayer, dtype: jnp.dtype, tensor: int) -> int:
+    """Return the bytes that the TPU's kernel takes for blocks of `rows` rows and tiles of `tile` tokens.
+
+    With 32 kv heads of 128 columns in bfloat16 and the default sizes that is 20 MiB, as XLA says.
+    """
+    heads, columns = layer.num_kv_heads, -(-layer.head_dim // _LANES) * _LANES
+    heads = heads // tensor if heads % tensor == 0 else heads
+    of_row = 4 * columns * dtype.itemsize + 4 * columns + 3 * 4 * _LANES  # q and results twice, sums, softmax, sinks
+    of_token = 2 * (1 if layer.latent else 2) * columns * dtype.itemsize  # pages twice
+    return heads * (rows * of_row + tile * of_token)
