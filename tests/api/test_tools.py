@@ -177,6 +177,27 @@ def test_custom_tools(server: LiveServer, client: Any) -> None:
     assert (call.type, call.custom.name, call.custom.input) == ("custom", "note", 'a "b"\né')
 
 
+def test_calls_come_back_with_their_results(server: LiveServer) -> None:
+    """Of custom tools, in the older form, and with results in another order than the calls."""
+    custom = {"id": "1", "type": "custom", "custom": {"name": "note", "input": 'a "b"'}}
+    function = {"id": "2", "type": "function", "function": {"name": "time", "arguments": None}}
+    results = [{"role": "tool", "tool_call_id": each, "content": f"result {each}"} for each in "21"]
+    older = [
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+        {"role": "function", "name": "weather", "content": "sunny"},
+    ]
+    for messages, shown in (
+        ([{"role": "assistant", "tool_calls": [custom, function]}, *results], ["note", "time", "result 1", "result 2"]),
+        (older, ["weather", "Rome", "tool_response", "sunny"]),
+    ):
+        body = {"model": "demo", "messages": [*MESSAGES, *messages], "return_prompt_text": True}
+        prompt = server.post("/v1/chat/completions", body).json()["prompt_text"]
+        assert re.search(".*".join(shown), prompt, re.DOTALL), prompt
+    broken = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}
+    response = server.post("/v1/chat/completions", {"model": "demo", "messages": [*MESSAGES, broken]})
+    assert response.json()["error"]["param"] == "messages.1.tool_calls.0.function"
+
+
 def test_functions_the_older_form(server: LiveServer, client: Any) -> None:
     reply_with(server, CALL)
     keys: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "functions": [WEATHER["function"]]}

@@ -84,6 +84,11 @@ def test_content_parts_joined_or_passed() -> None:
     walking = "{% for m in messages %}{% for p in m.content %}[{{ p['text'] }}]{% endfor %}{% endfor %}"
     assert ChatTemplate(walking).render(parts) == "[a][b]"
     assert ChatTemplate(walking).render(USER) == "[hi]"
+    other = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    shown = "{% if p.type == 'text' %}[{{ p['text'] }}]{% endif %}"
+    testing = "{% for m in messages %}{% for p in m.content %}" + shown + "{% endfor %}{% endfor %}"
+    assert ChatTemplate(testing).render([{"role": "user", "content": other}]) == "[a][no]"
+    assert ChatTemplate(CHATML).render([{"role": "user", "content": other}]) == "<|user|>a\nno\n"
 
 
 def test_messages_have_the_form_of_the_template_that_is_used() -> None:

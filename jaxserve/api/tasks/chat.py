@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.protocol.chat import ChatCompletionRequest, ChatMessage, Thinking
+from jaxserve.api.protocol.chat import ChatCompletionRequest, ChatMessage, Thinking, ToolCall
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import constraint
 from jaxserve.api.tasks.fields import generation_mode, output_options, request_options, truncation
+from jaxserve.api.tasks.message_order import in_call_order
 from jaxserve.api.tasks.sampling import sampling_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, OutputOptions, RequestOptions
 from jaxserve.api.tasks.tools import tool_use
@@ -112,6 +114,10 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         if message.role == "tool" and message.tool_call_id is None:
             param = f"messages.{number}.tool_call_id"
             raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+        for place, call in enumerate(message.tool_calls or ()):
+            if call.function is None and call.custom is None:
+                param = f"messages.{number}.tool_calls.{place}.function"
+                raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
 
 
 def _check_parts(message: ChatMessage, param: str) -> None:
@@ -128,8 +134,31 @@ def _check_parts(message: ChatMessage, param: str) -> None:
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that converts the messages for the chat template."""
-    return lambda: [message.model_dump(exclude_unset=True) for message in messages]
+    """Return a function that converts the messages for the chat template: results of calls in the calls' order."""
+    return lambda: in_call_order([_template_message(message) for message in messages])
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """Return a message whose calls are all of functions, and whose result of a call is a tool's."""
+    found = message.model_dump(exclude_unset=True)
+    if message.tool_calls:
+        found["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.function_call is not None:  # the older form, without ids
+        called = {"id": message.function_call.name, "type": "function", "function": found.pop("function_call")}
+        found["tool_calls"] = [called]
+    if message.role == "function":
+        found |= {"role": "tool", "tool_call_id": message.name}
+    return found
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    found = call.model_dump(exclude_unset=True)
+    if call.custom is not None:
+        arguments = json.dumps({"input": found.pop("custom")["input"]}, ensure_ascii=False)
+        found |= {"type": "function", "function": {"name": call.custom.name, "arguments": arguments}}
+    elif call.function is not None and call.function.arguments is None:
+        found["function"]["arguments"] = {}
+    return found
 
 
 def last_text(messages: Sequence[ChatMessage]) -> str:

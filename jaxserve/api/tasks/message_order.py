@@ -62,8 +62,8 @@ def in_call_order(messages: list[Message]) -> list[Message]:
     for is_assistant, group in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
         found = list(group)
         if is_assistant:
-            calls = [call for message in found for call in message.get("tool_calls", ())]
-            order = {call["id"]: number for number, call in enumerate(calls)}
+            calls = [call for message in found for call in message.get("tool_calls") or ()]
+            order = {call.get("id"): number for number, call in enumerate(calls)}
         elif order is not None:
             found.sort(key=functools.partial(_place, order))
         out += found

@@ -181,14 +181,20 @@ class MessageForm:
             return None if self._sees_none and message.get("tool_calls") else ""
         if isinstance(content, str):
             return [{"type": "text", "text": content}] if self._wraps_text else content
+        parts = [_text_part(part) if part.get("type") in _TEXT_PARTS else part for part in content]
         if self.wants_parts:
-            return list(content)
-        return "\n".join(part["text"] for part in content if part.get("type") in _TEXT_PARTS)
+            return parts
+        return "\n".join(part["text"] for part in parts if part.get("type") == "text")
 
 
 ARGUMENT_LIMITS = JsonLimits(structures=40_000, values=192 * 1024)  # of one call; over them its text is not read
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def _text_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part with text under the only name of its type that templates know."""
+    return {**part, "type": "text", "text": part.get("text") or part.get("refusal") or ""}
 
 
 class Arguments(dict[str, Any]):
