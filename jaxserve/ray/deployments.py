@@ -100,12 +100,11 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Called by Ray's controller. Raises EngineDeadError where no engine will answer any more.
 
-        While the supervisor starts an engine again the replica is healthy: its requests wait for the new engine, and a
-        new replica would lose them. The router gives it no further ones.
+        While the engine is started again, or is silent and the watchdog may end it, the replica is healthy: its
+        requests go on in the next engine, and a new replica would lose them. The router gives it no further ones.
         """
-        phase = self._engine.status.phase
-        if phase == "dead" or (phase == "ready" and not self._engine.alive):
-            raise EngineDeadError(f"the engine is {phase}: {self._engine.status.detail or 'no heartbeat'}")
+        if self._engine.status.phase == "dead":
+            raise EngineDeadError(f"the engine is dead: {self._engine.status.detail}")
         if self._group is not None and self._group.failure is not None:
             raise EngineDeadError(self._group.failure)
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 READY_SECONDS = 400.0
 # Ray kills a proxy that is not there after 5 s three times, which it is not on a busy machine
 SLOW = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120"}
+SLOW["RAY_worker_niceness"] = "0"  # by default workers get the least of a busy machine's time, and start in minutes
 ENGINES = "ray::ServeReplica:jaxserve:JaxserveEngine"
 INGRESS = "ray::ServeReplica:jaxserve:JaxserveIngress"
 CONTROLLER = "ray::ServeController"
