@@ -114,7 +114,9 @@ def ingress_app(ask: Ask, section: ServerSection) -> ASGIApp:
     ask: sends a request to a replica; raises ReplicaLostError, or an HTTPError. Replicas check again.
     """
     limits = BodyLimits.of(section, LONGEST_CONTEXT)
-    app: ASGIApp = BodyLimit(Relay(ask), limits=lambda: limits, held=BodySum([0.0]), timeout=section.body_timeout)
+    app: ASGIApp = BodyLimit(
+        IngressRelay(ask), limits=lambda: limits, held=BodySum([0.0]), timeout=section.body_timeout
+    )
     app = Authentication(app, config=section)
     if section.cors_origins:
         return CORSMiddleware(app, allow_origins=section.cors_origins, allow_methods=["*"], allow_headers=["*"])
@@ -139,7 +141,7 @@ class RelayedAnswer(Response):
         await self._app(scope, receive, _without_id(send))
 
 
-class Relay:
+class IngressRelay:
     """ASGI application: what a replica answers, or an error in the form of the path's API. ask: see `ingress_app`"""
 
     def __init__(self, ask: Ask) -> None:

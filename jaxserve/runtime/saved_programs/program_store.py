@@ -37,7 +37,7 @@ KEPT = 4 * 2**30  # bytes of all programs together; those of the demo model have
 # Not made by each thread that reads a program: msgspec ends a process in which two threads meet nested types at once.
 _PROGRAM = msgspec.msgpack.Decoder(StoredProgram)
 WAIT = 300.0  # seconds that a program is waited for which another process compiles
-LOOK_INTERVAL = 0.05  # seconds between two looks at its lock
+LOCK_INTERVAL = 0.05  # seconds between two looks at its lock
 UNFINISHED = 86400.0  # seconds after which a temporary file is one that a killed process left
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _locked(descriptor: int, seconds: float) -> tuple[bool, bool]:
         except OSError:  # a file system without locks
             return has_waited, False
         has_waited = True
-        time.sleep(LOOK_INTERVAL)
+        time.sleep(LOCK_INTERVAL)
 
 
 def encode(stored: StoredProgram) -> bytes:
