@@ -6,10 +6,12 @@ import asyncio
 import queue
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine
-from jaxserve.engine.server import Build, EngineServer
+from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.transport.shared_state import Pulse, SharedState
 from jaxserve.types.messages import MAX_WEIGHT, Failed, FromEngine, Stop, ToEngine, weight
@@ -49,7 +51,7 @@ class QueueChannel:
 class ThreadLink:
     """An EngineLink to a thread. `build` makes the engine; tests pass one with a fake runner."""
 
-    def __init__(self, config: Config, build: Build | None = None) -> None:
+    def __init__(self, config: Config, build: Callable[[Any], BuiltEngine] | None = None) -> None:
         self._config = config
         self._build = build
         self._thread: threading.Thread | None = None
