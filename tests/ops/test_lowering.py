@@ -10,14 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, Heads
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.mosaic_scaled import CONCATENATES
+from jaxserve.ops.paged_attention.sharded import MeshAttention, head_partition
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend
+from jaxserve.runtime.mesh import AXES
 from tests.ops.attention_cases import Case, empty_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -133,3 +136,30 @@ def test_cache_is_donated_through_write_and_attend(backend: Backend, platform: s
         traced = jax.jit(step, donate_argnums=0).trace(cache, q, new, new, metadata)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert "tf.aliasing_output = 0" in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "platform"), [(TritonBackend(), "cuda"), (MosaicGpuBackend(), "cuda"), (TpuBackend(), "tpu")]
+)
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 2), (2, 1)])
+def test_attention_lowers_over_devices(backend: Backend, platform: str, tensor: int, expert: int) -> None:
+    """No compiler splits a kernel by itself, also where only experts are on several devices."""
+    mesh = AbstractMesh((1, tensor, expert), AXES, abstract_device=DEVICES[platform])
+
+    def over(cut: P, *shape: int, dtype: DTypeLike = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cut))
+
+    cache = over(head_partition(backend), *backend.cache_shape(64, 16, 2, 128), dtype=jnp.bfloat16)
+    heads = P(None, "tensor", None)
+    q, new = (over(heads, 8, count, 128, dtype=jnp.bfloat16) for count in (8, 2))
+    rows = over(P(), 8)
+    metadata = AttentionMetadata(over(P(), 8, 4), over(P(), 9), rows, rows, rows, decode_only=True)
+
+    def step(heads: Heads, cache: jax.Array, metadata: AttentionMetadata) -> tuple[jax.Array, Any]:
+        return MeshAttention(backend, mesh)(heads, cache, metadata, AttentionSpec(0.1, 2))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(step).trace(Heads(q, new, new), cache, metadata)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    kernels = {"triton": "gpu$xla.gpu.triton", "mosaic_gpu": "custom_call @mosaic_gpu", "tpu": "tpu_custom_call"}
+    assert kernels[backend.name] in text

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.loading.structure import build
+from jaxserve.ops.linear import Products
+from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.types.sampling import SamplingParams
@@ -102,6 +109,28 @@ def test_experts_of_a_token_alone(tmp_path: Path, mesh: DeviceMesh, make_runner:
     model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
     runner = make_runner(model, deterministic=True, max_num_seqs=1, max_num_batched_tokens=8)
     assert alone(runner, 1) == alone(runner, 8)
+
+
+def test_latent_heads_beside_any_number_of_tokens() -> None:
+    """XLA sums the products of all heads at once in an order that depends on the number of tokens."""
+    config = from_hf(CASES["deepseek_v3"] | {"kv_lora_rank": 32, "num_hidden_layers": 1})
+    structure = build(config, jnp.dtype("float32"))
+    rng = np.random.default_rng(0)
+    leaves = tuple(rng.standard_normal(spec.shape).astype(spec.dtype) * 0.2 for spec in structure.specs)
+
+    @partial(jax.jit, compiler_options=dict(compiler_options("cpu", deterministic=True)))
+    def forward(leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
+        """Return hidden states [T, D] of tokens int32 [T], which attend to nothing."""
+        positions = jnp.arange(len(tokens), dtype=jnp.int32)
+        hidden, _ = structure.bind(leaves)(
+            tokens, positions, (None,), lambda layer_index, heads, cache, sinks=None: (heads.q, cache), Products(True)
+        )
+        return hidden
+
+    tokens = rng.integers(0, V, 64).astype(np.int32)
+    whole = np.asarray(forward(leaves, tokens))
+    for count in (2, 9):
+        np.testing.assert_array_equal(forward(leaves, tokens[:count]), whole[:count])
 
 
 def test_the_seed_still_matters(deterministic: ModelRunner, reference: tuple[object, ...]) -> None:

@@ -11,6 +11,7 @@ mathematically exact:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -72,11 +73,11 @@ class LatentAttention(nnx.Module):
         latent = self.kv_a_layernorm(row[:, :rank])[:, None, :]
         k_rope = apply_rope(row[:, None, rank:], rope, self.interleaved)
         kv_b = self.kv_b_proj.weight[...].astype(x.dtype)
-        q_latent = jnp.einsum("tnh,nhr->tnr", q[:, :, :nope], kv_b[:, :nope])
+        q_latent = _by_head(q[:, :, :nope], kv_b[:, :nope].swapaxes(1, 2), linear)
         q = jnp.concatenate([q_latent, apply_rope(q[:, :, nope:], rope, self.interleaved)], axis=-1)
         k = jnp.concatenate([latent, k_rope], axis=-1)
         out, cache = attend(Heads(q, k, k), cache, None)
-        out = jnp.einsum("tnr,nvr->tnv", out[:, :, :rank], kv_b[:, nope:])
+        out = _by_head(out[:, :, :rank], kv_b[:, nope:], linear)
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
 
     def _queries(self, x: jax.Array, linear: Products) -> jax.Array:
@@ -85,6 +86,23 @@ class LatentAttention(nnx.Module):
             return linear(x, self.q_proj.weight[...])
         assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
         return linear(self.q_a_layernorm(self.q_a_proj(x, linear)), self.q_b_proj.weight[...])
+
+
+def _by_head(x: jax.Array, w: jax.Array, linear: Products) -> jax.Array:
+    """Multiply x [T, N, I] by the weight of each head w [N, O, I] transposed -> [T, N, O].
+
+    XLA on a CPU sums the products of all heads at once in an order that depends on T. So in deterministic mode each
+    head is multiplied alone there.
+    """
+    at_once = functools.partial(jnp.einsum, "tni,noi->tno")
+    if not linear.deterministic:
+        return at_once(x, w)
+
+    def one_by_one(x: jax.Array, w: jax.Array) -> jax.Array:
+        """x: [T, N, I], w: [N, O, I]"""
+        return jax.lax.map(lambda head: linear(*head), (x.swapaxes(0, 1), w)).swapaxes(0, 1)
+
+    return jax.lax.platform_dependent(x, w, cpu=one_by_one, default=at_once)
 
 
 class DeepseekV3ForCausalLM(CausalLM):

@@ -40,7 +40,7 @@ class MeshAttention:
         """
         local = partial(self._local, spec=spec)
         q, k, v, projected = heads
-        if self.mesh is None or self.mesh.shape.get("tensor", 1) == 1:
+        if self.mesh is None or self.mesh.size == 1:
             if projected is not None and isinstance(self.backend, WritesHeads) and isinstance(cache, jax.Array):
                 # XLA drops the computation of q, k and v, which nothing reads then.
                 q, cache = self.backend.write_heads(projected, cache, metadata.slot_mapping)
@@ -76,5 +76,5 @@ class MeshAttention:
 
 def head_partition(backend: Backend) -> P:
     """Return the PartitionSpec that splits a layer's cache array over kv heads."""
-    shapes = zip(backend.cache_shape(2, 8, 1, 16), backend.cache_shape(2, 8, 2, 16), strict=True)
+    shapes = zip(backend.cache_shape(2, 16, 1, 64), backend.cache_shape(2, 16, 2, 64), strict=True)  # sizes of all
     return P(*("tensor" if one != two else None for one, two in shapes))

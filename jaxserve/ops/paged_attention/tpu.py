@@ -72,7 +72,10 @@ class TpuBackend:
         rows = stored(jnp.stack([k, v][: cache.shape[1]], axis=1), cache.dtype)  # [T, 2, KH, D]
         (values, *scales), (new, *factors) = jax.tree.leaves(cache), jax.tree.leaves(rows)
         options: Any = {"mode": "drop", "unique_indices": True}
-        written = [values.at[page, :, :, offset].set(new, **options)]
+        if values.shape[2] == 1:
+            written = [_with_rows(values, page, offset, new)]
+        else:
+            written = [values.at[page, :, :, offset].set(new, **options)]
         for leaf, factor in zip(scales, factors, strict=True):
             written.append(leaf.at[page, :, :, 0, offset].set(factor[..., 0], **options))
         return jax.tree.unflatten(jax.tree.structure(cache), written)
@@ -116,6 +119,19 @@ class TpuBackend:
             return leaf.at[page_ids].set(parts.astype(leaf.dtype), mode="drop")
 
         return jax.tree.map(put, cache, pages)
+
+
+def _with_rows(pages: jax.Array, page: jax.Array, offset: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return pages [P, kept, 1, page_size, D] of one kv head with rows [T, kept, 1, D] at page and offset int32 [T].
+
+    The pages are written as the rows that they are in memory. XLA would copy all of them to another order, and back,
+    to write an array of several axes.
+    """
+    _, kept, _, page_size, head_dim = pages.shape
+    half = jnp.arange(kept, dtype=jnp.int32)[None]
+    place = (page[:, None] * kept + half) * page_size + offset[:, None]
+    flat, new = pages.reshape(-1, head_dim), rows.reshape(-1, head_dim)
+    return flat.at[place.reshape(-1)].set(new, mode="drop", unique_indices=True).reshape(pages.shape)
 
 
 class _Layer(NamedTuple):
