@@ -25,7 +25,7 @@ MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_ALTERNATIVES = 4096
 MAX_INTEGER = 2**53  # of enum and const: llguidance rounds larger ones, and crashes at some near -2**63
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")  # or refers back to a group
+_UNREADABLE = re.compile(r"\(\?(?:<?[=!]|>|P=)|\\[0-9bBGkZ]")  # looks around or back, or is another syntax than Rust's
 # white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
@@ -86,7 +86,7 @@ def _readable(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     kept = with_parts(schema, _readable)
-    if isinstance(pattern := kept.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
+    if isinstance(pattern := kept.get("pattern"), str) and _UNREADABLE.search(pattern):
         del kept["pattern"]
     return kept
 

@@ -215,10 +215,10 @@ def test_json_lines_are_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 
 
-def certified(directory: Path) -> tuple[Path, Path]:
-    """Make a certificate for 127.0.0.1 and its key."""
+def certified(directory: Path, kind: str = "rsa:2048") -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 and its key. kind: of the key"""
     certificate, key = directory / "cert.pem", directory / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", *kind.split(), "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate), "-keyout", str(key)]
     subprocess.run(command, check=True, capture_output=True)
     return certificate, key
@@ -240,9 +240,9 @@ def test_tls(tmp_path: Path) -> None:
 def test_a_certificate_is_replaced_while_the_server_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that expires must be. Half of the new files, or none, change nothing."""
+    """As one that expires must be, also by one of another kind. Half of the new files, or none, change nothing."""
     monkeypatch.setattr("jaxserve.cli.serving.http_server.CERTIFICATE_INTERVAL", 0)
-    certificate, key = certified(tmp_path)
+    certificate, key = certified(tmp_path, "ec -pkeyopt ec_paramgen_curve:prime256v1")
     (tmp_path / "new").mkdir()
     first, (new_certificate, new_key) = certificate.read_text(), certified(tmp_path / "new")
     second = new_certificate.read_text()

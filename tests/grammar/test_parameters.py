@@ -106,6 +106,8 @@ AGENTS_BRING: dict[str, Any] = {
         "url": {"type": "string", "format": "uri-template", "pattern": r"^(?!file:).+$", "minLength": 1},
         "tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
         "mail": {"type": ["string", "null"], "pattern": r"^(a)\1$"},
+        "word": {"type": ["string", "null"], "pattern": r"\bcat\b"},
+        "end": {"type": ["string", "null"], "pattern": r"(?>a+)\Z"},
     },
     "required": ["url", "tags", "mail"],
     "anyOf": [{"required": ["url"]}],

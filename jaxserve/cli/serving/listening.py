@@ -92,13 +92,19 @@ class Certificate:
         if (found := self._files()) == self._seen:
             return
         self._seen = found
+        new = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            check_certificates(self._section)  # a context that could not load them would have lost its key
-            _load(context, self._section)
+            _load(new, self._section)
         except ConfigError as error:
             logger.error("the old certificate stays in use: %s", error)
-        else:
-            logger.info("new connections have the new certificate of %s", self._section.ssl_certfile)
+            return
+
+        def take(connection: ssl.SSLObject, name: str | None, old: ssl.SSLContext) -> None:
+            connection.context = new
+
+        # Loaded into the old context, it would stand beside the old one if its key is of another kind.
+        context.sni_callback = take
+        logger.info("new connections have the new certificate of %s", self._section.ssl_certfile)
 
     def _files(self) -> list[tuple[int, ...]]:
         """Return what changes if a file is replaced; () for one that is not there."""
