@@ -27,7 +27,7 @@ class OutputGroups:
     def watch(self, request: EngineRequest) -> None:
         """Group the outputs of a batch request. Not with stop strings, which are found by the API process."""
         params = request.params
-        if request.priority >= BACKGROUND_PRIORITY and not (params.stop or params.stop_regex):
+        if params.grouped and request.priority >= BACKGROUND_PRIORITY and not (params.stop or params.stop_regex):
             self._held[request.request_id] = None
 
     def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:

@@ -81,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # with embed, of a pair of texts: the first token of token type 1; 0: all tokens have type 0
     second_text: Count = 0
     speculate: bool = True  # False: the request gets no drafts
+    grouped: bool = True  # False: the outputs of a batch request are sent one by one, as those of others
     watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # see text/watermark.py
     extras: ExtraParams = ExtraParams()  # extra outputs per token
     # used by the API process only

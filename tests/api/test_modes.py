@@ -130,10 +130,11 @@ def test_the_text_of_a_beam_depends_on_the_prompt_and_on_who_reads_it(shared_dat
     assert _beam_output(0, beam, PromptTask(tokenizer.encode("a"), params), tokenizer).text == " Once<s>"
 
 
-def test_a_request_with_the_rule_of_repetitions_gets_no_drafts(server: LiveServer) -> None:
+def test_the_rule_of_repetitions_gets_one_token_at_a_time(server: LiveServer) -> None:
     reply_with(server, [7, 11, 12])
     server.post("/v1/completions", {"model": "demo", "prompt": "x", "repetition_detection": {"max_pattern_size": 4}})
-    assert not server.link.seen[-1].params.speculate
+    params = server.link.seen[-1].params
+    assert not params.speculate and not params.grouped
 
 
 def test_the_rule_of_repetitions() -> None:

@@ -51,7 +51,7 @@ def test_a_long_line_is_sent_from_time_to_time() -> None:
     assert [len(output.token_ids) for output in sent] == [1, GROUP_TOKENS, GROUP_TOKENS]
 
 
-@pytest.mark.parametrize("changes", [{"priority": 0}, {"stop": ("x",)}, {"stop_regex": ("x",)}])
+@pytest.mark.parametrize("changes", [{"priority": 0}, {"stop": ("x",)}, {"stop_regex": ("x",)}, {"grouped": False}])
 def test_online_requests_and_stop_strings_are_not_held_up(changes: dict[str, object]) -> None:
     groups = line("a", **changes)
     assert [len(groups.take([token("a", i)])) for i in range(3)] == [1, 1, 1]

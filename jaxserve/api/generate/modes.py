@@ -75,11 +75,11 @@ def _beam_output(index: int, beam: Beam, prompt: PromptTask, tokenizer: Tokenize
 def with_repetition_rule(prompt: PromptTask, rule: RepetitionRule | None) -> PromptTask:
     """Return `prompt` so that an output that repeats itself ends.
 
-    It gets no drafts: an output of several tokens could not be cut where the repetition begins.
+    It gets no drafts and no groups: an output of several tokens could not be cut where the repetition begins.
     """
     if rule is None:
         return prompt
-    prompt = replace(prompt, params=msgspec.structs.replace(prompt.params, speculate=False))
+    prompt = replace(prompt, params=msgspec.structs.replace(prompt.params, speculate=False, grouped=False))
 
     def run(generate: Generate) -> Stream:
         return end_repetitions(_stream(prompt, generate), rule, prompt.params.n, prompt.signal.abort_choice)
