@@ -41,6 +41,7 @@ from jaxserve.types.scheduling.window_size import WindowSize
 logger = logging.getLogger(__name__)
 _FIX = "leave runtime.products out"
 _FP8_SINCE, _HOPPER = (8, 9), (9, 0)  # compute capability
+_PROBED = 3  # on a TPU a cache of this part of the memory is tried; a copy of it may be as large
 _BOUND = ("bind", "mesh", "layers")  # fields of StepPrograms whose text differs between processes
 
 
@@ -111,10 +112,12 @@ class RunnerSetup:
         hidden = (
             self.buckets.max_tokens * self.loaded.config.hidden_size * self.loaded.structure.activation_dtype.itemsize
         )
+        weight_bytes = sum(map(_bytes, self.loaded.leaves))
         probe = config.num_pages is None and self.mesh.platform != "cpu" and device_bytes is None
-        scratch, scratch_of_page = self._probe_scratch() if probe else (self._estimate_scratch(), 0)
+        device_bytes = memory.device_memory(self.mesh.devices) if device_bytes is None else device_bytes
+        scratch, of_page = self._probe_scratch(device_bytes - weight_bytes) if probe else (self._estimate_scratch(), 0)
         sizes = memory.Sizes(
-            weight_bytes=sum(map(_bytes, self.loaded.leaves)),
+            weight_bytes=weight_bytes,
             state_bytes=(state + hidden) * num_devices,
             scratch_bytes=scratch * num_devices,
             page_bytes=kv_cache.page_bytes(self.layers),
@@ -123,14 +126,9 @@ class RunnerSetup:
             window_page_bytes=kv_cache.page_bytes(self.layers, group=1),
             window=self._window_size(),
             reached=(self._reached(0), self._reached(1)),
-            scratch_page_bytes=scratch_of_page * num_devices,
+            scratch_page_bytes=of_page * num_devices,
         )
-        plan = memory.plan_memory(
-            sizes,
-            config,
-            platform=self.mesh.platform,
-            device_bytes=memory.device_memory(self.mesh.devices) if device_bytes is None else device_bytes,
-        )
+        plan = memory.plan_memory(sizes, config, platform=self.mesh.platform, device_bytes=device_bytes)
         if config.host_memory is None:
             return plan
         return memory.plan_host_pages(plan, self._host_page(0), self._host_page(1), config.host_memory)
@@ -182,14 +180,20 @@ class RunnerSetup:
         """Return the columns of a slot's row of page tables, all groups together."""
         return self.steps.num_groups * -(-max_model_len // self.config.page_size)
 
-    def _probe_scratch(self) -> tuple[int, int]:
+    def _probe_scratch(self, room: int) -> tuple[int, int]:
         """Return the temporary bytes of the largest programs, and how many more they are for each page.
 
-        They are compiled for a small KV cache. On a TPU another one shows whether XLA copies it: that of heads of 64
-        columns, of a single kv head, or the scales of 8 bits.
+        They are compiled for a small KV cache, on a TPU for two, because XLA may copy it: that of heads of 64 columns
+        or the scales of 8 bits. It refuses a program there that does not fit. If a layer's pages are below 64 MB, it
+        keeps them in the fast memory, where copies do not show.
+        room: bytes of all devices beside the weights
         """
         pages, length = -(-self.config.max_model_len // self.config.page_size), self.config.max_model_len
-        most = 2 * pages if self.mesh.platform == "tpu" else pages
+        most = pages
+        if self.mesh.platform == "tpu":
+            whole = sum(kv_cache.page_bytes(self.layers, group) for group in (0, 1))
+            most = max(2, room // (_PROBED * whole))
+            pages = most // 2
         wanted = [
             dataclasses.replace(program, name=f"{program.name} of {count} pages")
             for count in sorted({pages, most})
@@ -198,7 +202,8 @@ class RunnerSetup:
         found = {name: memory.scratch_bytes(program) for name, program in compile_all(wanted).items()}
         fixed = each = 0
         for name in (name for name in found if name.endswith(f" of {pages} pages")):
-            of_page = max(0, found[name.replace(f" of {pages} ", f" of {most} ")] - found[name]) // pages
+            more = found[name.replace(f" of {pages} ", f" of {most} ")] - found[name]
+            of_page = max(0, more) // max(1, most - pages)
             fixed, each = max(fixed, found[name] - of_page * pages), max(each, of_page)
         return fixed, each
 

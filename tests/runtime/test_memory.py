@@ -112,7 +112,28 @@ def test_the_probe_of_a_tpu_shows_copies_of_the_cache(
 
     monkeypatch.setattr(runner_setup, "compile_all", compiled)
     monkeypatch.setattr(memory, "scratch_bytes", lambda size: size)
-    assert setup._probe_scratch() == found
+    assert setup._probe_scratch(GIB) == found
+
+
+@pytest.mark.parametrize("room", [GIB, 30 * 512])
+def test_the_probe_of_a_tpu_has_a_cache_that_fits_and_is_not_in_the_fast_memory(
+    room: int, tiny_model: LoadedModel, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA refuses a program whose arguments and copies do not fit, and shows no copy of a cache that is very small."""
+    config = dataclasses.replace(CONFIG, attention="xla", max_model_len=128, page_size=8)
+    setup = RunnerSetup.of(tiny_model, config, mesh)
+    monkeypatch.setattr(DeviceMesh, "platform", "tpu")
+    caches: list[int] = []
+
+    def compiled(programs: Sequence[Program]) -> dict[str, int]:
+        for leaves in (jax.tree.leaves(each.args[1]) for each in programs if each.name.startswith("decode")):
+            caches.append(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
+        return {program.name: 0 for program in programs}
+
+    monkeypatch.setattr(runner_setup, "compile_all", compiled)
+    monkeypatch.setattr(memory, "scratch_bytes", lambda size: size)
+    setup._probe_scratch(room)
+    assert room / 8 < min(caches) and max(caches) < room / 2
 
 
 # --- 8-bit pages in the Triton kernels
