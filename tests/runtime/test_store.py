@@ -4,8 +4,11 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +80,12 @@ def test_second_process_loads_and_compiles_nothing(tmp_path: Path, mesh: DeviceM
     assert (second.in_tree, second.out_tree) == (first.in_tree, first.out_tree)
 
 
-def slow(traced: list[int]) -> Any:
-    """The function, whose tracing another thread has time to wait for."""
+def slow(traced: list[int], pause: Callable[[], object]) -> Any:
+    """The function, with a pause while it is traced."""
 
     def traced_slowly(x: jax.Array, table: dict[str, jax.Array], unused: jax.Array) -> Any:
         traced.append(1)
-        time.sleep(0.2)
+        pause()
         return function(x, table, unused)
 
     return traced_slowly
@@ -92,11 +95,14 @@ def slow(traced: list[int]) -> Any:
 def test_two_that_start_together_compile_a_program_once(
     tmp_path: Path, mesh: DeviceMesh, seconds: float, compilations: int
 ) -> None:
+    """The second has the time to wait for the first; or both are in the middle of it at once, because none waits."""
     traced: list[int] = []
     store = ProgramStore(tmp_path, mesh)
+    both = threading.Barrier(2, timeout=100.0)
+    pause = partial(time.sleep, 0.2) if seconds else both.wait
 
     def compiled(number: int) -> jax.stages.Compiled:
-        wanted = dataclasses.replace(program(mesh), function=slow(traced))  # jax traces each function once
+        wanted = dataclasses.replace(program(mesh), function=slow(traced, pause))  # jax traces each function once
         return compile_all([wanted], store=TurnTakingStore(store, seconds))["example"]
 
     with ThreadPoolExecutor() as pool:
