@@ -186,8 +186,10 @@ def test_calls_come_back_with_their_results(server: LiveServer) -> None:
         {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
         {"role": "function", "name": "weather", "content": "sunny"},
     ]
+    both = {"role": "assistant", "tool_calls": [custom, function], "function_call": {"name": "note"}}
     for messages, shown in (
-        ([{"role": "assistant", "tool_calls": [custom, function]}, *results], ["note", "time", "result 1", "result 2"]),
+        ([both, *results], ["note", "a .*b", "time", "result 1", "result 2"]),
+        ([{"role": "assistant", "function_call": {"name": "time"}}, *older[1:]], ["time", '"arguments": {}', "sunny"]),
         (older, ["weather", "Rome", "tool_response", "sunny"]),
     ):
         body = {"model": "demo", "messages": [*MESSAGES, *messages], "return_prompt_text": True}

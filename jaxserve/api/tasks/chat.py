@@ -141,11 +141,11 @@ def template_messages(messages: Sequence[ChatMessage]) -> Callable[[], list[dict
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     """Return a message whose calls are all of functions, and whose result of a call is a tool's."""
     found = message.model_dump(exclude_unset=True)
-    if message.tool_calls:
-        found["tool_calls"] = [_template_call(call) for call in message.tool_calls]
-    if message.function_call is not None:  # the older form, without ids
-        called = {"id": message.function_call.name, "type": "function", "function": found.pop("function_call")}
-        found["tool_calls"] = [called]
+    calls, older = message.tool_calls, found.pop("function_call", None)
+    if not calls and message.function_call is not None:  # the older form, without ids
+        calls = [ToolCall.model_validate({"id": older["name"], "type": "function", "function": older})]
+    if calls:
+        found["tool_calls"] = [_template_call(call) for call in calls]
     if message.role == "function":
         found |= {"role": "tool", "tool_call_id": message.name}
     return found
