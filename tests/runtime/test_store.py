@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 from jaxserve.cache_directory import CacheDirectoryError
 from jaxserve.errors import ConfigError
 from jaxserve.runtime import fingerprint as fingerprints
+from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all
 from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
@@ -34,6 +35,13 @@ from jaxserve.runtime.saved_programs.program_store import (
     open_store,
     program_key,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_jax_cache() -> Iterator[None]:
+    """A runner of an earlier test may have enabled it, and a program that comes from it is not stored."""
+    with program_cache.unused():
+        yield
 
 
 @pytest.fixture(scope="module")
