@@ -110,6 +110,8 @@ CASES = [
                 "commentary json<|message|>{}<|call|>", "I look.", [NOW]),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=now json<|message|>"
                 "{}<|call|>", None, [NOW]),
+    ("harmony", " to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}<|call|>", None, [NOW]),
+    ("harmony", "<|channel|>commentary to=functions.now<|call|>", None, [NOW]),
 ]  # fmt: skip
 
 # what must come back as content, word for word
@@ -137,6 +139,7 @@ PLAIN = [
     ("pythonic", "[now(1)]"),
     ("granite", "<|tool_call|>x"),
     ("harmony", "no channels"),
+    ("harmony", "to=now is a recipient"),
     ("harmony", "<|channel|>" + "x" * 600),
 ]
 
@@ -277,6 +280,11 @@ def test_arguments_stream_in_fragments(family: str) -> None:
     parser = make(family)
     events = [event for char in text for event in parser.feed(char)]
     assert sum(isinstance(event, ToolCallDelta) for event in events) > 10
+
+
+def test_a_harmony_header_that_breaks_off_leaves_the_next_message_as_it_is() -> None:
+    text = "<|channel|>analysis<|end|><|start|>assistant<|channel|>final<|message|>hi<|return|>"
+    assert shape(run("harmony", list(text))) == ("<|channel|>analysishi", None, [])
 
 
 @pytest.mark.parametrize("end", ["<|message|>", "", " <|constrain|>json"])

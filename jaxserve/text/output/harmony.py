@@ -11,6 +11,7 @@ the request offers the tool.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.events import ReasoningDelta
@@ -28,22 +29,44 @@ class HarmonyParser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
     def _calls(self) -> Reading[None]:
+        yield from self._recipient_first()
         while marker := (yield from self.content_until(START, CHANNEL, *ENDS)):
             if marker in ENDS:
                 self.reader.unmark()
                 continue
-            self.thinking = False
-            header, end = yield from self.reader.until(MESSAGE, limit=_MAX_HEADER)
-            is_bare_call = self.is_whole and self.reader.ended and self._called(header) in self.tools
-            if not (end or is_bare_call):
-                self.give_up()
-                continue
-            self.reader.unmark()
-            yield from self._message(marker + header)
+            yield from self._headed(marker)
+
+    def _recipient_first(self) -> Reading[None]:
+        """Read an output that begins with a recipient: the prompt ends with <|start|>assistant, to=NAME may follow."""
+        self.reader.mark()
+        yield from self.reader.space()
+        if (yield from self.reader.accept("to=")):
+            yield from self._headed("to=")
+        else:
+            self.give_up()
+
+    def _headed(self, begin: str) -> Reading[None]:
+        """Read a message whose header begins with `begin`. A header that breaks off is content."""
+        self.thinking = False
+        header, end = yield from self.reader.until(MESSAGE, START, *ENDS, limit=_MAX_HEADER, take=False)
+        header = begin + header
+        is_header = self._marked or CHANNEL in header
+        ends_whole = end in ENDS or (self.is_whole and self.reader.ended)
+        if end != MESSAGE and not (is_header and ends_whole and self._called(header) in self.tools):
+            self.give_up()
+            return
+        yield from self.reader.accept(MESSAGE)
+        self.reader.unmark()
+        yield from self._message(header)
+
+    def heads(self) -> Iterable[str]:
+        return ("to=functions.NAME",)
 
     def _begins_call(self, text: str) -> bool:
         """As in ToolParser. Any header that is not too long counts, because a header is never shown as text."""
-        return len(text) <= _MAX_HEADER
+        if self._marked or CHANNEL in text:
+            return len(text) <= _MAX_HEADER
+        return "to=functions." in text and super()._begins_call(text)
 
     def _message(self, header: str) -> Reading[None]:
         channel = _CHANNEL_NAME.search(header)
