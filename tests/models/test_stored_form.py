@@ -17,6 +17,7 @@ from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import build, load_model
 from jaxserve.models.loading.published_size import published_size
+from jaxserve.models.loading.weight_sources import source_of
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES
@@ -73,7 +74,8 @@ def edited(form: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "modules_to_not_convert": ["mlp.gate."]}
 FORMS: dict[str, dict[str, Any]] = {
-    "int8 channel": compressed(8, None, form="int-quantized"),
+    "int8 channel": compressed(8, None, form="int-quantized") | {"sparsity_config": {"format": "dense"}},
+    "int4 in bytes, W4A8": with_activations(compressed(4, 32, form="int-quantized")),
     "int8 channel, W8A8": with_activations(compressed(8, None, form="int-quantized")),
     "int8 group": compressed(8, 32, form="int-quantized"),
     "packed 8 bits": compressed(8, None),
@@ -94,7 +96,7 @@ def put(words: np.ndarray, place: tuple[int, int], code: int, slot: int, bits: i
 
 
 def write(tensors: Tensors, form: dict[str, Any]) -> tuple[Tensors, Tensors]:
-    """Return (the checkpoint in a form, the same decoded number by number)."""
+    """Return (the checkpoint in a form, the same decoded number by number). A row's last group may be shorter."""
     stored, plain, rng = dict(tensors), dict(tensors), np.random.default_rng(2)
     scheme = form.get("config_groups") or {"": {"weights": form}}
     [scheme] = [layers["weights"] for layers in scheme.values()]
@@ -107,7 +109,7 @@ def write(tensors: Tensors, form: dict[str, Any]) -> tuple[Tensors, Tensors]:
         base, (rows, depth) = name.removesuffix("weight"), weight.shape
         size = scheme["group_size"] or -1
         size = depth if size == -1 else size
-        count = depth // size
+        count = -(-depth // size)
         places = np.arange(depth) // size
         if form.get("desc_act") or scheme.get("actorder"):  # one order for the layers that share an input
             block = base.rpartition("_proj")[0].rpartition(".")[0]
@@ -191,6 +193,12 @@ def test_fused_weights(name: str, form: str, tmp_path: Path) -> None:
     assert_equal_models(load(directory, "none"), expected)
 
 
+def transforms(*locations: str) -> dict[str, Any]:
+    """Rotations of weights and activations, as llm-compressor writes them."""
+    apply = [{"targets": ["Linear"], "location": location, "inverse": False} for location in locations]
+    return {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (edited(compressed(8, None), input_activations={"num_bits": 4}), "'input_activations' of a quantised checkpoint"),
     (edited(compressed(4, 32), num_bits=3), "'num_bits' of a quantised checkpoint is 3"),
@@ -198,7 +206,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (edited(compressed(4, 32), strategy="block"), "'strategy' of a quantised checkpoint"),
     (edited(compressed(4, 32), targets=["Conv"]), "'targets' of a quantised checkpoint"),
     (edited(compressed(4, 32), format="marlin-24"), "compressed-tensors 'marlin-24' is not supported"),
-    (edited(compressed(4, 32), sparsity_config={"format": "sparse"}), "'sparsity_config'"),
+    (edited(compressed(4, 32), sparsity_config={"format": "sparse"}), "'format' of a quantised checkpoint is 'sparse'"),
+    (edited(compressed(4, 32), transform_config=transforms("weight_input", "input")), "'location' of a quantised"),
     (edited(compressed(4, 32), ignore=["re:("]), "'ignore' has no regular expression"),
     (edited(compressed(4, 32), ignore=["re:(a+)+$"]), "'ignore' has no regular expression"),
     (edited(compressed(4, 32), ignore="lm_head"), "'ignore' must be a list of names"),
@@ -232,6 +241,22 @@ def test_a_mixture_is_refused_by_name(tmp_path: Path) -> None:
     ):
         load(directory, "stored")
     assert load(directory, "none").structure.num_parameters
+
+
+def test_wide_numbers_in_place_of_codes_are_named(tmp_path: Path) -> None:
+    """At load, and before an update replaces anything."""
+    stored, plain = write(random_tensors(MODELS["llama"]), FORMS["awq"])
+    name = "model.layers.1.mlp.down_proj."
+    wide = {f"{name}weight": plain[f"{name}weight"]}
+    mixed = {key: array for key, array in stored.items() if not key.startswith(name)} | wide
+    directory = write_checkpoint(tmp_path, hf_of("llama", FORMS["awq"]), mixed)
+    structure = build(read_config(directory).replace(quantization="stored"), FLOAT32)
+    message = rf"missing: {name}qweight.*unknown: {name}weight"
+    with pytest.raises(ModelLoadError, match=message):
+        load(directory, "stored")
+    for given, partial in ((mixed, False), (wide, True)):
+        with pytest.raises(ModelLoadError, match=message):
+            source_of(list(given.items()), structure, partial=partial)
 
 
 def test_damaged_tensors_are_named(tmp_path: Path) -> None:
@@ -292,6 +317,17 @@ def test_orders_that_are_not_computed_packed_are_refused_by_name(tmp_path: Path)
         load(directory, "none")
 
 
+def test_a_shorter_last_group(tmp_path: Path) -> None:
+    """Rows of 96 and 160 numbers in groups of 64, as GPTQ writes them: only widened."""
+    hf = TINY_LLAMA | {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24, "num_hidden_layers": 1}
+    stored, plain = write(random_tensors(hf), form := gptq(4, 64))
+    directory = write_checkpoint(tmp_path / "stored", hf | {"quantization_config": form}, stored)
+    expected = load(write_checkpoint(tmp_path / "plain", hf, plain), "none")
+    assert_equal_models(load(directory, "none"), expected)
+    with pytest.raises(ModelLoadError, match="no whole groups of 64"):
+        load(directory, "stored")
+
+
 def test_an_integer_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     stored, _ = write(random_tensors(MODELS["llama"]), FORMS["awq"])
     directory = write_checkpoint(tmp_path, hf_of("llama", FORMS["awq"]), stored)
@@ -320,6 +356,11 @@ def test_a_tensor_of_another_dtype_is_named(form: str, kind: str, dtype: Any, tm
     hf = MODELS["llama"] | {"quantization_config": FORMS[form]}
     stored, _ = write(random_tensors(MODELS["llama"]), FORMS[form])
     name = f"model.layers.0.mlp.down_proj.{kind}"
-    write_checkpoint(tmp_path, hf, stored | {name: stored[name].astype(dtype)})
-    with pytest.raises(ModelLoadError, match=f"{name} is {np.dtype(dtype)}, expected "):
+    damaged = stored | {name: stored[name].astype(dtype)}
+    write_checkpoint(tmp_path, hf, damaged)
+    structure = build(read_config(tmp_path).replace(quantization="stored"), FLOAT32)
+    message = f"{name} is {np.dtype(dtype)}, expected "
+    with pytest.raises(ModelLoadError, match=message):
         load_model(tmp_path, dtype=FLOAT32)
+    with pytest.raises(ModelLoadError, match=message):  # before an update replaces anything
+        source_of(list(damaged.items()), structure)

@@ -33,6 +33,7 @@ from jaxserve.models.loading.orbax_reader import READERS, read_leaves
 from jaxserve.models.loading.part_reader import CHUNK, PartReader
 from jaxserve.models.loading.quantization import fp8_modules, stored_tensors
 from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
+from jaxserve.models.loading.quantized.stored_codes import code_tensors
 from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.weights import ParamSpec
@@ -184,8 +185,12 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     config = structure.config
     expected: dict[str, Shapes] = {}
     for spec in structure.specs:
+        form = config.stored_form if spec.packing is not None and spec.packing.stored else None
         for part in spec.parts:
-            expected |= stored_tensors(part, checkpoint.tensors, config.weight_block, config.stored_form)
+            if form is not None and form.is_integer:  # its codes, whatever the checkpoint has
+                expected |= code_tensors(part, form)
+            else:
+                expected |= stored_tensors(part, checkpoint.tensors, config.weight_block, config.stored_form)
     ignored = [*IGNORED, *(re.compile(pattern) for pattern in config.ignored_tensors)]
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))

@@ -30,6 +30,7 @@ from jaxserve.models.loading.loader import check_complete, has_own_head
 from jaxserve.models.loading.part_reader import PartReader
 from jaxserve.models.loading.quantization import E4M3, stored_tensors
 from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
+from jaxserve.models.loading.quantized.stored_codes import check_dtypes, is_stored
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, read_pooling, sentence_modules
 from jaxserve.models.stored_form import StoredForm
@@ -151,10 +152,15 @@ class NamedTensors:
 
 
 def _check_numbers(specs: Sequence[ParamSpec], checkpoint: Checkpoint, form: StoredForm | None) -> None:
-    """Raise ModelLoadError for a tensor of integers where the model has numbers, and of numbers where it has E4M3."""
-    if form is not None and form.is_integer:
-        return  # its codes are integers
-    plain = {part.name for spec in specs for part in spec.parts if not part.mxfp4}
+    """Raise ModelLoadError for a tensor of integers where the model has numbers, of numbers where it has E4M3, and of
+    another dtype than that of a format's codes.
+    """
+    if form is not None and form.method == "gguf":
+        return  # its types are checked with its shapes
+    parts = [part for spec in specs for part in spec.parts if not part.mxfp4]
+    if form is not None:
+        check_dtypes([part for part in parts if is_stored(part, form, checkpoint.tensors)], form, checkpoint.tensors)
+    plain = {part.name for part in parts if not is_stored(part, form, checkpoint.tensors)}
     kept = {part.name for spec in specs if spec.packing and spec.packing.stored for part in spec.parts} & plain
     for names, expected, fits in (
         (plain, "floating point", lambda dtype: jnp.issubdtype(dtype, jnp.floating)),

@@ -105,6 +105,7 @@ def _schemes(found: Json) -> list[tuple[Json, Json]]:
 
 def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None:
     form, schemes = found.get("format"), _schemes(found)
+    _check_transforms(found)
     if form in _FLOAT_FORMATS and not any(scheme.get("type") == "int" for _, scheme in schemes):
         for _, scheme in schemes:
             _only(scheme, "type", None, "float")
@@ -124,13 +125,23 @@ def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None
     _only(scheme, "actorder", None, "weight", "static", *_PERMUTED)
     _only(scheme, "strategy", "channel", "group")
     _only(scheme, "symmetric", None, True, False)
-    _only(found, "sparsity_config", None, {})
+    sparse = found.get("sparsity_config") or {}
+    if sparse:
+        _only(sparse, "format", "dense")
     size = scheme.get("group_size") if scheme["strategy"] == "group" else None
     ignored = tuple(_pattern(name) for name in _names(found, "ignore"))
     zeros = scheme.get("symmetric") is False
     permuted = size is not None and scheme.get("actorder") in _PERMUTED
     rounds, bits = _rounds_activations(found), _bits(scheme, "num_bits")
+    bits = 8 if form == "int-quantized" else bits  # a byte has one number, of 4 bits too
     return StoredForm(form, bits, _group(size), zeros, ignored, permuted=permuted, rounds_activations=rounds)
+
+
+def _check_transforms(found: Json) -> None:
+    """Raise ValueError if activations are transformed (QuIP, SpinQuant). What is done to weights alone is in them."""
+    groups = (found.get("transform_config") or {}).get("config_groups") or {}
+    for applied in (each for scheme in groups.values() for each in scheme.get("apply") or ()):
+        _only(applied, "location", "weight_input", "weight_output")
 
 
 def _rounds_activations(found: Json) -> bool:

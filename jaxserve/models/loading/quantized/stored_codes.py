@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +19,14 @@ from jaxserve.ops.quantized import MIDDLE
 
 Shapes = dict[str, tuple[tuple[int, ...], ...]]
 Read = Callable[[str], np.ndarray]
+
+
+class HasDtype(Protocol):
+    """An array, or a tensor of a file."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
 
 _MARKS = {
     "int-quantized": "weight",
@@ -158,6 +167,8 @@ def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
         case _:  # awq
             values, scales = _unpack_awq(tensors["qweight"]).T, tensors["scales"].T
             zeros = _unpack_awq(tensors["qzeros"]).T
+    if places is None and depth % (form.group or depth):  # the last group of a row is shorter
+        places = np.arange(depth) // (form.group or depth)
     scales = scales.astype(np.float32)
     if not np.isfinite(scales).all():
         raise ModelLoadError(f"{part.name}: not all scales are numbers", fix="download the checkpoint again")
@@ -165,7 +176,15 @@ def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
     return Codes(values, scales, zeros, places)
 
 
-def _check_dtype(name: str, tensor: np.ndarray, form: StoredForm) -> None:
+def check_dtypes(parts: Iterable[Part], form: StoredForm, tensors: Mapping[str, HasDtype]) -> None:
+    """Raise ModelLoadError for a tensor of these parts that would be read as other codes than it has."""
+    for part in parts:
+        for name in code_tensors(part, form):
+            if name in tensors:
+                _check_dtype(name, tensors[name], form)
+
+
+def _check_dtype(name: str, tensor: HasDtype, form: StoredForm) -> None:
     """Raise ModelLoadError for a tensor that would be read as other codes than it has."""
     kind = name.rpartition(".")[2]
     packed_zeros = kind == "weight_zero_point" and form.method == "pack-quantized"
