@@ -29,7 +29,7 @@ from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, erro
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput, joined_versions
+from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput, joined_versions
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.siblings import request_seed, siblings
 
@@ -52,15 +52,16 @@ class Completion:
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    weight_versions: tuple[str, ...] = ()  # labels of the weights that made its tokens or embedding; empty: the first
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made it; empty: those of the start, or none
     embedding: bytes | None = None  # float32 [D], little-endian, if params.embed
     error: HTTPError | None = None  # why it failed; set with finish_reason error
 
     def add(self, output: RequestOutput) -> None:
         """Append one output of the sequence."""
-        if (output.token_ids or output.embedding) and self.weight_versions != output.weight_versions:
-            before = (self.weight_versions,) if self.token_ids else ()
-            self.weight_versions = joined_versions(*before, output.weight_versions)
+        before = self.weight_versions or ((FIRST_VERSION,) if self.token_ids else ())
+        if before != output.weight_versions:
+            labels = joined_versions(before, output.weight_versions)
+            self.weight_versions = () if labels == (FIRST_VERSION,) else labels
         self.text += output.text
         self.token_ids += output.token_ids
         if output.logprobs is not None:

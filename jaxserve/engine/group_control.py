@@ -22,20 +22,22 @@ class GroupControl(EngineControl):
         self._leader = leader
         leader.tick = lambda: self.on_progress()
 
-    def update_from_directory(self, path: str, version: str | None = None, running: Mode | None = None) -> str:
+    def update_from_directory(
+        self, path: str, version: str | None = None, running: Mode | None = None, number: int = 0
+    ) -> str:
         """See `EngineControl`. Each host reads the directory of this name."""
         with self._staging():
             self._leader.on_followers("stage_directory", path=path)
-            return super().update_from_directory(path, version, running)
+            return super().update_from_directory(path, version, running, number)
 
     def update_from_file(
-        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False
+        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False, number: int = 0
     ) -> str:
         """See `EngineControl`. The file's bytes are sent to the other hosts."""
         with self._staging():
             self._send_file(path)
             self._leader.on_followers("stage_file", partial=partial)
-            return super().update_from_file(path, version, running, partial)
+            return super().update_from_file(path, version, running, partial, number)
 
     def _send_file(self, path: str) -> None:
         with old_weights_stay(), Path(path).open("rb") as file:

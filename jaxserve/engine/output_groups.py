@@ -7,7 +7,7 @@ only.
 from __future__ import annotations
 
 from jaxserve.types.extras import TokenExtras
-from jaxserve.types.output import TokenOutput, joined_versions
+from jaxserve.types.output import FIRST_VERSION, TokenOutput, joined_versions
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
 
 # after a crash of this process, a new engine computes at most so many tokens of a batch request again
@@ -56,8 +56,8 @@ class OutputGroups:
 def _prepend(before: TokenOutput, output: TokenOutput) -> None:
     """Prepend the held tokens of the same request to `output`."""
     if before.weight_versions or output.weight_versions:
-        groups = [each.weight_versions for each in (before, output) if each.token_ids]
-        output.weight_versions = joined_versions(*groups)
+        made = [each.weight_versions or (FIRST_VERSION,) for each in (before, output) if each.is_made]
+        output.weight_versions = joined_versions(*made)
     output.token_ids = before.token_ids + output.token_ids
     if before.logprobs is not None:
         output.logprobs = before.logprobs + (output.logprobs or [])

@@ -46,13 +46,18 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     num_preemptions: int = 0  # set with finish_reason
     num_accepted_drafts: int = 0  # of token_ids, those that were drafts
     num_rejected_drafts: int = 0  # drafts that were computed and are not in token_ids
-    weight_versions: tuple[str, ...] = ()  # labels of the weights that made token_ids; empty: FIRST_VERSION
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made it, if `is_made`; empty: FIRST_VERSION
+    weights: int = 0  # number of the update that brought these weights, see ServingState; 0: they are of the start
     error: str | None = None
     error_status: int = 500  # HTTP status of the answer if nothing was streamed yet
     error_param: str | None = None  # the request field that caused the error
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the model computed something of it: tokens, an embedding, or a prompt of which no token is kept."""
+        return bool(self.token_ids or self.embedding or self.first_token_seconds)
+
 
 def joined_versions(*groups: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of several outputs with tokens, as in `TokenOutput.weight_versions`: each once, in order."""
-    labels = tuple(dict.fromkeys(label for group in groups for label in group or (FIRST_VERSION,)))
-    return () if labels == (FIRST_VERSION,) else labels
+    """Return the labels of several groups, each once, in order."""
+    return tuple(dict.fromkeys(label for group in groups for label in group))

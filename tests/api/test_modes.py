@@ -19,8 +19,8 @@ from jaxserve.api.tasks.task import RepetitionRule
 from jaxserve.config import Config
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason, TokenLogprobs
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
+from jaxserve.types.sampling import EngineRequest, SamplingParams
 
 from .conftest import LiveServer, reply_with
 
@@ -62,7 +62,7 @@ def test_a_beam_of_one_is_greedy_and_misses_it() -> None:
     assert beam.token_ids[0] == 1
 
 
-def test_beam_search_over_the_wire(server: LiveServer, client: Any) -> None:
+def test_beam_search_over_the_wire(server: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.link.script = lambda prompt, params: [prompt[-1] + 1]
     extra = {"use_beam_search": True}
     keys: dict[str, Any] = {"model": "demo", "prompt": [5], "n": 3, "max_tokens": 4, "logprobs": 2, "extra_body": extra}
@@ -81,6 +81,21 @@ def test_beam_search_over_the_wire(server: LiveServer, client: Any) -> None:
     ):
         response = server.post("/v1/completions", {"model": "demo", "prompt": "x"} | extra | unheard)
         assert response.status_code == 400 and next(iter(unheard)) in response.json()["error"]["message"], unheard
+    steps, made = iter("abcd" * 9), server.link._outputs
+
+    def labelled(sent: EngineRequest) -> list[TokenOutput]:
+        outputs = made(sent)
+        outputs[-1].weight_versions = (next(steps),)
+        return outputs
+
+    monkeypatch.setattr(server.link, "_outputs", labelled)
+    fields = {"return_weight_versions": True, "return_meta_info": True}
+    body = {"model": "demo", "prompt": list(range(40)), "n": 1, "max_tokens": 3} | extra | fields
+    answer = server.post("/v1/completions", body).json()
+    assert answer["choices"][0]["weight_versions"] == ["a", "b", "c"]
+    cached = server.post("/v1/completions", body | {"use_beam_search": False}).json()["choices"][0]["meta_info"]
+    assert answer["choices"][0]["meta_info"]["cached_tokens"] == cached["cached_tokens"] > 0
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached["cached_tokens"]
     response = server.post("/v1/completions", {"model": "demo", "prompt": "x", "length_penalty": 1.0})
     assert response.json()["error"]["param"] == "length_penalty"
 

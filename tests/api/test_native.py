@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -13,8 +14,8 @@ from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks import native
 from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
+from jaxserve.types.sampling import EngineRequest, SamplingParams
 
 from .conftest import LiveServer, reply_with
 
@@ -22,15 +23,23 @@ BODY: dict[str, Any] = {"input_ids": [7, 8, 9]}
 
 
 @pytest.mark.parametrize("keys", [{}, {"stream": True}, {"stream": True, "incremental": True}])
-def test_no_output_is_made_where_none_is_asked_for(server: LiveServer, keys: dict[str, Any]) -> None:
+def test_no_output_is_made_where_none_is_asked_for(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
     reply_with(server, [11, 12])
+    made = server.link._outputs
+
+    def labelled(sent: EngineRequest) -> list[TokenOutput]:
+        return [msgspec.structs.replace(output, weight_versions=("2",)) for output in made(sent)]
+
+    monkeypatch.setattr(server.link, "_outputs", labelled)
     body = BODY | keys | {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
     text = server.post("/generate", body).text
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line and "[DONE]" not in line]
     answer = orjson.loads(lines[-1])
     meta = answer["meta_info"]
     assert (answer["text"], answer["output_ids"], meta["completion_tokens"]) == ("", [], 0)
-    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["weight_version"] == "2"
     assert len(meta["input_token_logprobs"]) == 3 and meta["output_token_logprobs"] == []
 
 
@@ -127,11 +136,11 @@ def test_tokens_held_back_keep_their_details_when_the_last_output_has_none() -> 
 
 
 def test_joined_outputs_name_the_weights_of_all_their_tokens() -> None:
-    labels = [(), (), ("2",), ("3",)]
+    labels = [(FIRST_VERSION,), (FIRST_VERSION,), ("2",), ("3",)]
     outputs = [RequestOutput("r", 0, token_ids=[i], weight_versions=each) for i, each in enumerate(labels)]
     outputs.append(RequestOutput("r", 0, finish_reason=FinishReason.ABORT))  # it has no tokens
     first, last = joined(outputs)
-    assert first.weight_versions == () and last.weight_versions == (FIRST_VERSION, "2", "3")
+    assert first.weight_versions == (FIRST_VERSION,) and last.weight_versions == (FIRST_VERSION, "2", "3")
 
 
 def stream_of(texts: TokenTexts, count: int, incremental: bool) -> tuple[int, int]:

@@ -132,18 +132,24 @@ def test_a_long_document_is_cut_and_the_query_is_not(embedder: LiveServer) -> No
 def test_scores_of_different_weights_are_not_compared(
     model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever their labels are: an update may have the label of the one before."""
     server: LiveServer = request.getfixturevalue(model)
-    made, labels = server.link._outputs, ["old", "old"]
+    made, updates, labels = server.link._outputs, [0, 0, 1], [(), ("other",)]
 
-    def labelled(sent: EngineRequest) -> list[TokenOutput]:
+    def numbered(sent: EngineRequest) -> list[TokenOutput]:
         outputs = made(sent)
-        outputs[-1].weight_versions = (labels.pop(0) if labels else "new",)
+        outputs[-1].weights = updates.pop(0) if updates else 2
+        outputs[-1].weight_versions = labels.pop(0) if labels else ("last",)
         return outputs
 
-    monkeypatch.setattr(server.link, "_outputs", labelled)
-    answer = server.post("/rerank", QUERY)  # has more than two prompts
-    assert answer.status_code == 409 and "weights were replaced" in answer.json()["error"]["message"]
-    assert server.post("/rerank", QUERY).status_code == 200
+    monkeypatch.setattr(server.link, "_outputs", numbered)
+    others = [("/v1/embeddings", {"input": TEXTS, "model": "demo"})] if model == "embedder" else []
+    for path, asked in (("/rerank", QUERY), *others):  # each has more than two prompts
+        updates[:], labels[:] = [1, 1], [(), ("other",)]
+        answer = server.post(path, asked)
+        assert answer.status_code == 409 and "weights were replaced" in answer.json()["error"]["message"]
+        labels[:] = [(), ("other",)]
+        assert server.post(path, asked).status_code == 200
 
 
 # --- words -----------------------------------------------------------------------------------------------------

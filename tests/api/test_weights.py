@@ -132,12 +132,14 @@ def test_states(server: LiveServer) -> None:
 
 def test_from_a_directory(server: LiveServer, allowed: Path) -> None:
     path = str(allowed / "step-1")
-    expected = {"path": os.path.realpath(path), "version": None, "running": None}
+    expected = {"path": os.path.realpath(path), "running": None}
     for body in ({"model_path": path}, {"model_path": "step-1", "flush_cache": True, "load_format": "auto"}):
-        assert called(server, "/update_weights_from_disk", json=body) == [("update_from_directory", expected)]
+        [(method, args)] = called(server, "/update_weights_from_disk", json=body)
+        number = args.pop("number")  # another one each time
+        assert method == "update_from_directory" and args.pop("version").isdigit() and args == expected
     body = {"model_path": path, "weight_version": "7", "abort_all_requests": True, "token_step": 0, "is_async": False}
     [(_, args)] = called(server, "/update_weights_from_disk", json=body)
-    assert args == expected | {"version": "7", "running": "abort"}
+    assert args == expected | {"version": "7", "running": "abort", "number": number + 1}
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_weights_in_the_body(server: LiveServer) -> None:
     query = "?weight_version=9&abort_all_requests=true&partial=true"
     [(method, args)] = called(server, f"/update_weights_from_tensor{query}", headers=BYTES, content=b"tensors")
     assert method == "update_from_file" and not Path(args.pop("path")).parent.exists()
-    assert args == {"version": "9", "running": "abort", "partial": True}
+    assert args.pop("number") and args == {"version": "9", "running": "abort", "partial": True}
     assert uploads() == []
 
 

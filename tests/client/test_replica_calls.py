@@ -1,6 +1,7 @@
 """Calls to several engines of which one dies meanwhile."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_an_engine_that_was_started_again_during_a_call_gets_it_too(method: str,
         assert await start_again(engine, first, 0) == []
         second.answer("2")
         await until(lambda: first.calls)
-        assert (first.calls[0].method, first.calls[0].args) == (method, args)
+        numbered = {} if method == "resume" else {"number": 1}
+        assert (first.calls[0].method, first.calls[0].args) == (method, args | numbered)
         assert not task.done(), "it is the answer of both"
         first.answer("2")
         assert await task == "2"
@@ -145,8 +147,31 @@ def test_an_engine_that_alone_waits_for_a_pause_gives_its_requests_to_the_others
 def test_a_new_engine_keeps_the_weights_of_an_update_that_ended_a_sleep() -> None:
     record = ControlRecord()
     record.note("sleep", {"level": 2}, ["kv_cache", "weights"])
-    record.note("update_from_directory", {"path": "x"}, "1")
-    update = ("update_from_directory", {"path": "x", "version": "1"})
+    record.note("update_from_directory", record.begun_update({"path": "x"}), "1")
+    update = ("update_from_directory", {"path": "x", "version": "1", "number": 1})
     assert record.calls() == [update, ("sleep", {"level": 2, "tags": ["kv_cache"], "mode": "retract"})]
     record.note("wake", {}, [])
     assert record.calls() == [update]
+
+
+def test_no_two_updates_have_one_number_whatever_fails_or_dies_between() -> None:
+    """Nor one label, if the calls have none: a new engine would count from the beginning."""
+
+    async def test(engine: AsyncEngine, link: ReplicaLink) -> None:
+        async def update(path: str, error: str | None = None) -> dict[str, Any]:
+            task = asyncio.create_task(engine.call("update_from_directory", path=path))
+            await until(lambda: link.calls)
+            args = link.calls[0].args
+            link.answer(args["version"], error)
+            await asyncio.gather(task, return_exceptions=True)
+            return args
+
+        assert await update("a") == {"path": "a", "version": "1", "number": 1}
+        assert await update("b", "no such file") == {"path": "b", "version": "2", "number": 2}
+        assert await update("c") == {"path": "c", "version": "2", "number": 3}
+        (again,) = await start_again(engine, link, 0)
+        assert again.args == {"path": "c", "version": "2", "number": 3}
+        link.answer("2")
+        assert await update("d") == {"path": "d", "version": "3", "number": 4}
+
+    run(test, 1)

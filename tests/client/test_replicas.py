@@ -305,7 +305,7 @@ def test_calls_go_to_all_engines_and_their_answers_are_one() -> None:
         assert await call("update_from_directory", ("1", "1"), path="x") == "1"
         task = asyncio.create_task(engine.call("update_from_directory", path="y"))
         await until(lambda: first.calls and second.calls)
-        assert first.calls[0].args == second.calls[0].args == {"path": "y", "version": "2"}
+        assert first.calls[0].args == second.calls[0].args == {"path": "y", "version": "2", "number": 2}
         first.answer("2")
         second.answer(error="no such file")
         with pytest.raises(ServerError, match="carried out by engines 0, and not by all: engine 1: no such file"):

@@ -13,7 +13,7 @@ from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.errors import ConflictError
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.types.group import Done, Operation
-from jaxserve.types.messages import Add, Call, Reply
+from jaxserve.types.messages import Add, Call, Outputs, Reply
 from tests.engine.test_hosts import leader
 from tests.engine.test_server import ListChannel, info
 from tests.fakes import alone, make_core, make_request, run_all, small_config
@@ -86,6 +86,26 @@ def test_pages_from_before_an_update_are_refused_whatever_the_label_of_the_weigh
         pages.read(str(path))
     run_all(core, [make_request("after", prompt, max_tokens=1)])
     assert pages.write(str(path), prompt) == pages.read(str(path)) == 20
+    control.update_from_directory("x", version=core.serving.version, number=7)
+    core.serving.updated = 0.0  # as if the file were written after it, by an engine that did not have it yet
+    with pytest.raises(ConflictError, match="other weights"):
+        pages.read(str(path))
+
+
+def test_outputs_name_their_weights_by_label_and_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_control, "directory_source", lambda *_: object())
+    core: Any = make_core(small_config())
+    weights: Any = AnyWeights()
+    control = EngineControl(core, core.runner, weights, tmp_path)
+    calls = [Call(i, "update_from_directory", {"path": "x", "version": "a", "number": i}) for i in (1, 2)]
+    scored = make_request("scored", [1, 2], max_tokens=0, prompt_logprobs=0)
+    channel = ListChannel(
+        [Add.of(make_request("first", [1], max_tokens=1))], [], [], [*calls], [Add.of(scored)], [], []
+    )
+    serve(channel, core, control)
+    outputs = [output for message in channel.sent if isinstance(message, Outputs) for output in message.outputs]
+    named = {output.request_id: (output.weight_versions, output.weights) for output in outputs if output.finish_reason}
+    assert named == {"first": ((), 0), "scored": (("a",), 2)}
 
 
 def test_a_sleep_without_room_for_the_weights_leaves_an_engine_that_serves(tmp_path: Path) -> None:

@@ -107,5 +107,5 @@ def test_every_field_of_an_output_is_joined() -> None:
     joined |= {"weight_versions"}
     first = {"queue_seconds", "first_token_seconds"}
     last = {"finish_reason", "stop_token_id", "embedding", "num_cached_tokens", "num_preemptions"}
-    last |= {"error", "error_status", "error_param"}
+    last |= {"error", "error_status", "error_param", "weights"}
     assert set(TokenOutput.__struct_fields__) == {"request_id", *joined, *first, *last}

@@ -14,7 +14,7 @@ from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
-from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenOutput, joined_versions
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 from jaxserve.types.step import SchedulerOutput, SlotInit
 from tests.api.fakes import DEMO, demo_info
@@ -84,11 +84,15 @@ class CoreLink:
 
 
 def run(
-    params: SamplingParams, script: dict[int, int], act: Callable[[AsyncEngine], Any] = lambda engine: None
+    params: SamplingParams,
+    script: dict[int, int],
+    act: Callable[[AsyncEngine], Any] = lambda engine: None,
+    version: str = FIRST_VERSION,
 ) -> tuple[dict[int, list[RequestOutput]], ScriptedRunner, CoreLink]:
     """The outputs of one request, by choice. act: called at every output."""
     runner = ScriptedRunner(script)
     link = CoreLink(runner)
+    link.core.serving.version = version
     found: dict[int, list[RequestOutput]] = {}
 
     async def main() -> None:
@@ -191,6 +195,16 @@ def test_the_new_sequence_has_an_id_of_its_own_and_an_abort_finds_it() -> None:
     ids = [message.request.request_id for message in link.sent if isinstance(message, Add)]
     assert len(ids) == len(set(ids)) == 2
     assert len(joined(cut[0])["tokens"]) < 40
+
+
+@pytest.mark.parametrize("tokens", [0, 8])
+def test_no_weights_made_the_end_of_a_thinking(tokens: int) -> None:
+    labels: list[tuple[str, ...]] = []
+    for version in (FIRST_VERSION, "new"):
+        params = SamplingParams(temperature=0.0, max_tokens=20, thinking=budget(tokens))
+        cut, _, _ = run(params, {}, version=version)
+        labels.append(joined_versions(*(output.weight_versions for output in cut[0])))
+    assert labels == [(FIRST_VERSION,), ("new",)]
 
 
 def sequence(params: SamplingParams) -> SequenceText:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from jaxserve.api.generate.generation import Generate
-from jaxserve.types.output import FinishReason, TokenLogprobs
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason, TokenLogprobs, joined_versions
 from jaxserve.types.sampling import SamplingParams
 
 MAX_WIDTH = 10  # a step needs twice as many log-probabilities as beams, and the engine gives 20
@@ -23,6 +24,8 @@ class Beam:
     """The tokens of one candidate output with their log-probabilities, and the sum of these.
 
     prompt_logprobs: of the tokens of the prompt, if the request asks for them
+    num_cached_tokens: tokens of the prompt that the first step found in the prefix cache
+    weight_versions: labels of the weights that made the log-probabilities
     """
 
     token_ids: tuple[int, ...] = ()
@@ -30,6 +33,8 @@ class Beam:
     total: float = 0.0
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    weight_versions: tuple[str, ...] = ()
 
     def score(self, length_penalty: float) -> float:
         return self.total / max(1, len(self.token_ids)) ** length_penalty
@@ -39,12 +44,12 @@ class Beam:
         chosen = msgspec.structs.replace(
             entry, token_id=token_id, logprob=logprob, rank=1 + entry.top_ids.index(token_id)
         )
-        return Beam(
-            (*self.token_ids, token_id),
-            (*self.logprobs, chosen),
-            self.total + logprob,
-            FinishReason.STOP if ended else None,
-            self.prompt_logprobs,
+        return replace(
+            self,
+            token_ids=(*self.token_ids, token_id),
+            logprobs=(*self.logprobs, chosen),
+            total=self.total + logprob,
+            finish_reason=FinishReason.STOP if ended else None,
         )
 
 
@@ -96,10 +101,16 @@ async def _next(
     stream = generate([*prompt_token_ids, *beam.token_ids], params)
     async with aclosing(stream):
         async for output in stream:
-            if output.prompt_logprobs is not None:
-                beam = replace(beam, prompt_logprobs=output.prompt_logprobs)
             if output.logprobs:
-                return beam, output.logprobs[0]
+                return _noted(beam, output), output.logprobs[0]
             if output.finish_reason is FinishReason.ABORT:
                 return None
     raise RuntimeError("a step of the beam search made no token")
+
+
+def _noted(beam: Beam, output: RequestOutput) -> Beam:
+    """Return the beam with what the output of its next step says of it, the first one of the prompt too."""
+    beam = replace(beam, weight_versions=joined_versions(beam.weight_versions, output.weight_versions))
+    if beam.token_ids:
+        return beam
+    return replace(beam, prompt_logprobs=output.prompt_logprobs, num_cached_tokens=output.num_cached_tokens)

@@ -107,7 +107,7 @@ class Generation:
         self._outboxes: WeakSet[Outbox] = WeakSet()
         self._key = self.state.key_usages.of(self.caller.owner)
         self._is_begun = False  # the engine has got a prompt of this request
-        self._weights: set[tuple[str, ...]] = set()  # labels of those that made the outputs
+        self._weights: set[int] = set()  # numbers of those that made the last outputs
 
     def _check_size(self) -> None:
         """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""
@@ -239,7 +239,7 @@ class Generation:
 
     def _finished(self, number: int, output: RequestOutput) -> None:
         self.state.metrics.requests.labels(str(output.finish_reason)).inc()
-        self._weights.add(output.weight_versions)
+        self._weights.add(output.weights)
         self._note_cached(number, output)
 
     def _note_cached(self, number: int, output: RequestOutput) -> None:
@@ -255,13 +255,17 @@ def half_of_rows(info: EngineInfo) -> int:
 
 
 async def embeddings(generation: Generation) -> list[bytes]:
-    """Run prompts with `embed` and return the float32 numbers of each. Raises InvalidValueError if one was aborted."""
+    """Run prompts with `embed` and return the float32 numbers of each.
+
+    Raises InvalidValueError if one was aborted, and ConflictError if the weights were replaced meanwhile.
+    """
     found: dict[int, bytes] = {}
     async with aclosing(generation.outputs()) as outputs:
         async for number, output in outputs:
             if output.embedding is None:
                 raise InvalidValueError("The request was aborted.", code="request_aborted")
             found[number] = output.embedding
+    generation.check_same_weights()
     return [found[number] for number in range(len(generation.prompts))]
 
 
@@ -292,7 +296,7 @@ def _joined(outputs: list[RequestOutput]) -> RequestOutput:
         logprobs=_chained([each.logprobs for each in outputs]),
         prompt_logprobs=_first([each.prompt_logprobs for each in outputs]),
         extras=TokenExtras.joined([each.extras for each in outputs]),
-        weight_versions=joined_versions(*(each.weight_versions for each in outputs if each.token_ids)),
+        weight_versions=joined_versions(*(each.weight_versions for each in outputs)),
     )
 
 

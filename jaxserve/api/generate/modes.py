@@ -66,6 +66,8 @@ def _beam_output(index: int, beam: Beam, prompt: PromptTask, tokenizer: Tokenize
         token_ids=list(beam.token_ids),
         logprobs=None if top is None else entries,
         prompt_logprobs=beam.prompt_logprobs,
+        num_cached_tokens=beam.num_cached_tokens,
+        weight_versions=beam.weight_versions,
         finish_reason=beam.finish_reason or FinishReason.LENGTH,
         stop_token_id=beam.token_ids[-1] if beam.finish_reason is FinishReason.STOP else None,
     )

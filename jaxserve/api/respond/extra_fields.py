@@ -30,15 +30,12 @@ class ExtraFieldWriter:
         """Collect the tokens of an output of prompt `number`."""
         key = number, output.index
         self._output_ids.setdefault(key, []).extend(output.token_ids)
-        if output.token_ids:
-            self._versions[key] = joined_versions(*self._versions_of(key), output.weight_versions)
+        if output.weight_versions:
+            self._versions[key] = joined_versions(self._versions.get(key, ()), output.weight_versions)
         if self._fields.sampling_mask:
             self._candidates_of(key).note(output)
         if self._fields.experts_from is not None:
             self._experts.setdefault(key, RoutedExperts()).note(output)
-
-    def _versions_of(self, key: tuple[int, int]) -> list[tuple[str, ...]]:
-        return [self._versions[key]] if key in self._versions else []
 
     def _candidates_of(self, key: tuple[int, int]) -> Candidates:
         if key not in self._candidates:

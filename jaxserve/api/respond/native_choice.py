@@ -46,6 +46,8 @@ class NativeChoice:
         self._add_hidden(output)
         if self.options.experts_from is not None:
             self.experts.note(output)
+        if output.weight_versions and output.weight_versions not in self.versions:
+            self.versions.append(output.weight_versions)
         if self.options.scoring:
             output = _unsaid(output)
         if self.options.sampling_mask:
@@ -55,8 +57,6 @@ class NativeChoice:
         self.text.append(output.text)
         self.token_ids.extend(output.token_ids)
         self.num_tokens += len(output.token_ids)
-        if output.token_ids and output.weight_versions not in self.versions:
-            self.versions.append(output.weight_versions)
         self.last = output
 
     def _add_hidden(self, output: RequestOutput) -> None:

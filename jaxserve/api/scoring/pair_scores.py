@@ -74,7 +74,6 @@ class PairScorer:
             prompts.append(PromptTask(token_ids, SamplingParams(embed=True, max_tokens=0, second_text=second)))
         generation = self._generation(prompts)
         numbers = [float(np.frombuffer(raw, "<f4")[0]) for raw in await embeddings(generation)]
-        generation.check_same_weights()
         return self._activated(task, numbers), generation.usage.prompt_tokens
 
     async def _by_words(self, task: PairTask) -> Scores:
@@ -102,7 +101,6 @@ class PairScorer:
         tokens += [await whole_text(each, TextCut(task.keep), self.state, documents) for each in task.documents]
         generation = self._generation([PromptTask(each, EMBED) for each in tokens])
         found = await embeddings(generation)
-        generation.check_same_weights()
         scores = await self.state.encoder.run(lambda: _cosines(found, len(task.queries)), len(found) * len(found[0]))
         return scores, generation.usage.prompt_tokens
 

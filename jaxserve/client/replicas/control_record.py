@@ -29,6 +29,7 @@ class ControlRecord:
         self._mode: str | None = None  # how it is paused
         self._sleep: dict[str, Any] | None = None
         self._num_updates = 0
+        self._num_begun = 0  # of all updates, also of those that failed
 
     @property
     def has_lost(self) -> bool:
@@ -41,16 +42,21 @@ class ControlRecord:
         tags = frozenset() if self._sleep is None else frozenset(self._sleep["tags"])
         return tags if self._mode is None else tags | {PAUSED}
 
-    def next_label(self) -> str:
-        """Return the label that an engine gives to the next weights if the call has none."""
-        return str(self._num_updates + 1)
+    def begun_update(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the next update: with a number that no other has, and a label.
+
+        An engine that is started again counts from the beginning, so it cannot choose them.
+        """
+        self._num_begun += 1
+        own = {"number": self._num_begun}
+        return args | own | ({"version": str(self._num_updates + 1)} if args.get("version") is None else {})
 
     def note(self, method: str, args: dict[str, Any], result: Any) -> None:
         """Take in a call that has succeeded."""
         self._num_updates += changes_weights(method)
         match method:
             case "update_from_directory":
-                self._weights = method, {"path": args["path"], "version": result}
+                self._weights = method, {"path": args["path"], "version": result, "number": args["number"]}
                 self._label = self._lost = None
             case "update_from_file":
                 self._weights = self._label = None

@@ -359,8 +359,8 @@ class ReplicaSet:
         An engine that dies meanwhile gets the call from the record if it is started after the others have answered. If
         it was started before, the call is made again.
         """
-        if changes_weights(method) and args.get("version") is None and len(self._replicas) > 1:
-            args = args | {"version": self._record.next_label()}
+        if changes_weights(method):
+            args = self._record.begun_update(args)
         outcome = await call_all(self._replicas, method, args)
         if outcome.done:
             self._record.note(method, args, next(iter(outcome.done.values())))

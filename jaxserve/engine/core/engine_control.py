@@ -106,17 +106,23 @@ class EngineControl:
         source = source_of(given, self._weights.structure, partial=partial)
         return self._update(source, version, running, delete_old=delete_old)
 
-    def update_from_directory(self, path: str, version: str | None = None, running: Mode | None = None) -> str:
-        """Replace the weights by those of a checkpoint directory. If it cannot be read, the old ones stay."""
+    def update_from_directory(
+        self, path: str, version: str | None = None, running: Mode | None = None, number: int = 0
+    ) -> str:
+        """Replace the weights by those of a checkpoint directory. If it cannot be read, the old ones stay.
+
+        number: see `ServingState.weights`
+        """
         with old_weights_stay():
             source = directory_source(Path(path), self._weights.structure, self._served)
-        return self._update(source, version, running, delete_old=False)
+        return self._update(source, version, running, delete_old=False, number=number)
 
     def update_from_file(
-        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False
+        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False, number: int = 0
     ) -> str:
         """Replace the weights by the tensors of one safetensors file; see `Engine.update_weights`.
 
+        number: see `ServingState.weights`
         Returns the new label. If the file cannot be read or does not fit, the old weights stay.
         """
         with old_weights_stay():
@@ -125,9 +131,11 @@ class EngineControl:
         twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()
         checkpoint = Checkpoint.of(Path("the update"), dict(contents), duplicate=twice)
         source = NamedTensors(self._weights.structure, checkpoint, partial=partial)
-        return self._update(source, version, running, delete_old=False)
+        return self._update(source, version, running, delete_old=False, number=number)
 
-    def _update(self, source: WeightSource, version: str | None, running: Mode | None, *, delete_old: bool) -> str:
+    def _update(
+        self, source: WeightSource, version: str | None, running: Mode | None, *, delete_old: bool, number: int = 0
+    ) -> str:
         core, serving = self._core, self._core.serving
         label = str(serving.num_updates + 1) if version is None else _checked_label(version)
         mode = _checked_mode(running or ("in_place" if serving.paused == "in_place" else "retract"))
@@ -145,7 +153,7 @@ class EngineControl:
         serving.asleep.discard("weights")
         serving.num_updates += 1
         serving.updated = time.monotonic()
-        serving.version = label
+        serving.version, serving.weights = label, number
         return label
 
     def set_version(self, version: str, running: Mode | None = None) -> str:

@@ -265,9 +265,10 @@ class EngineCore:
         self._host_seconds += spent
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
-        if self.serving.labels:
+        if self.serving.labels or self.serving.weights:
             for output in outputs:
-                output.weight_versions = self.serving.labels if output.token_ids or output.embedding else ()
+                output.weight_versions = self.serving.labels if output.is_made else ()
+                output.weights = self.serving.weights
         if len(self._masks):
             for output in outputs:
                 self._end_by_mask(output)

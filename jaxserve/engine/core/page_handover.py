@@ -42,12 +42,13 @@ class _PagesHeader(msgspec.Struct, frozen=True):
 
     form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page
 
-    version: label of the weights. written: time.monotonic(), which all processes of a machine share; two updates of the
-    weights may have the same label
+    version, weights: label and number of the weights, see ServingState. written: time.monotonic(), which all processes
+    of a machine share; two updates of the weights may have the same label
     """
 
     form: str
     version: str
+    weights: int
     written: float
     namespace: str
     tokens: bytes
@@ -102,8 +103,7 @@ class PageHandover:
         jax.tree.map(np.copyto, page_views(rows, self._runner.page), tuple(pages))
         num_tokens = node.depth * kv.page_size
         tokens = np.asarray(token_ids[:num_tokens], "<i4").tobytes()
-        version = self._core.serving.version
-        header = _PagesHeader(self._form, version, time.monotonic(), namespace, tokens, _checksums(rows))
+        header = _PagesHeader(*self._identity, time.monotonic(), namespace, tokens, _checksums(rows))
         try:
             _write(path, msgspec.msgpack.encode(header), rows)
         except OSError as error:
@@ -136,6 +136,11 @@ class PageHandover:
         self._core.scheduler.counters.pages_read += len(page_ids)
         return (first + len(page_ids)) * kv.page_size
 
+    @property
+    def _identity(self) -> tuple[str, str, int]:
+        """The form, and the label and number of the weights."""
+        return self._form, self._core.serving.version, self._core.serving.weights
+
     def _checked(self) -> Any:
         kv = self._core.scheduler.kv
         if kv.window is not None:
@@ -152,8 +157,8 @@ class PageHandover:
             header = _HEADER.decode(data[_LENGTH : _end_of_header(data)].tobytes())
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise InvalidValueError(f"{path} has no pages: {error}", param="path") from None
-        serving = self._core.serving
-        if (header.form, header.version) != (self._form, serving.version) or header.written < serving.updated:
+        own, since = self._identity, self._core.serving.updated
+        if (header.form, header.version, header.weights) != own or header.written < since:
             raise ConflictError("the pages are of another model, or of other weights")
         data, num_pages = data[_end_of_header(data) :], len(header.checksums)
         size = self._core.scheduler.kv.page_size

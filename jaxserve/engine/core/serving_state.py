@@ -20,6 +20,7 @@ class ServingState:
     paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients
 
     updated: time.monotonic() of the latest update of the weights; 0: there was none
+    weights: number that the API process gave to that update, which is never given again; 0: it gave none
     finishing: ids of the requests whose ends the next pause waits for; no other may start. None: no pause waits
     """
 
@@ -29,6 +30,7 @@ class ServingState:
     version: str = FIRST_VERSION
     num_updates: int = 0
     updated: float = 0.0
+    weights: int = 0
 
     @property
     def halted(self) -> bool:

@@ -16,7 +16,7 @@ from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
 from jaxserve.text.stop import StopChecker, Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
+from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 
 
@@ -41,7 +41,8 @@ class RequestOutput(msgspec.Struct):
     num_accepted_drafts: int = 0  # as in TokenOutput
     num_rejected_drafts: int = 0
     embedding: bytes | None = None  # float32, little endian; once, of a request that asked for it
-    weight_versions: tuple[str, ...] = ()  # labels of the weights that made the tokens; empty: FIRST_VERSION
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made it; empty: no weights made any of it
+    weights: int = 0  # as in TokenOutput
     error: HTTPError | None = None  # why it failed, with finish_reason error; AsyncEngine raises it instead
 
     @property
@@ -108,9 +109,11 @@ class SequenceText:
         room = len(budget.end_token_ids) if max_tokens is None else max_tokens - len(self.output_token_ids)
         token_ids = list(budget.end_token_ids[:room])
         last = max_tokens is not None and room <= len(token_ids)
-        return self.push(
+        result = self.push(
             TokenOutput(request_id="", token_ids=token_ids, finish_reason=FinishReason.LENGTH if last else None)
         )
+        result.weight_versions = ()
+        return result
 
     def fail(self, error: HTTPError) -> RequestOutput:
         """Return the last output of a sequence that failed."""
@@ -142,7 +145,8 @@ class SequenceText:
             num_accepted_drafts=output.num_accepted_drafts,
             num_rejected_drafts=output.num_rejected_drafts,
             embedding=output.embedding,
-            weight_versions=output.weight_versions,
+            weight_versions=(output.weight_versions or (FIRST_VERSION,)) if output.is_made else (),
+            weights=output.weights,
         )
         used, matched = self._take_text(output, result)
         result.token_ids = output.token_ids[:used]
