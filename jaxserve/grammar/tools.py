@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.embed import embed_before, embed_in_json
 from jaxserve.grammar.lark import ANY_TEXT, LarkWriter, one_of
+from jaxserve.grammar.schema.loose import loosened, outline
 from jaxserve.grammar.schema.parameters import is_text, parameters_of, texts_of
 from jaxserve.grammar.schema.parts import moved
-from jaxserve.grammar.translate import closed
+from jaxserve.grammar.translate import check_depth, closed
 from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
 from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
@@ -63,7 +64,15 @@ class GrammarTool:
             }
         schema = dict(self.schema) if self.schema else ANY_ARGUMENTS
         schema = {**schema, "type": "object"}
-        return closed(schema) if self.strict else schema
+        if self.strict:
+            return closed(schema)
+        check_depth(schema)
+        return loosened(schema)
+
+    @property
+    def outlined(self) -> GrammarTool:
+        """The tool with no more of its schema than can be enforced of any; itself if it is exact."""
+        return self if self.is_exact or self.schema is None else replace(self, schema=outline(self.schema))
 
 
 @dataclass(frozen=True, slots=True)

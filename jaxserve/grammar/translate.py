@@ -25,7 +25,6 @@ MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_ALTERNATIVES = 4096
 MAX_INTEGER = 2**53  # of enum and const: llguidance rounds larger ones, and crashes at some near -2**63
-_UNREADABLE = re.compile(r"\(\?(?:<?[=!]|>|P=)|\\[0-9bBGkZ]")  # looks around or back, or is another syntax than Rust's
 # white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
@@ -73,22 +72,13 @@ def json_schema_part(schema: Mapping[str, Any] | bool, *, exact: bool = True) ->
 
     exact: raise InvalidSchemaError for what llguidance does not enforce; else leave it out
     """
-    checked = _checked_schema(schema)
-    if exact:
-        return "%json " + json.dumps({**checked, "x-guidance": JSON_OPTIONS})
-    return "%json " + json.dumps({**_readable(checked), "x-guidance": {**JSON_OPTIONS, "lenient": True}})
+    return "%json " + json.dumps({**_checked_schema(schema), "x-guidance": {**JSON_OPTIONS, "lenient": not exact}})
 
 
-def _readable(schema: Any) -> Any:
-    """Return a schema, whose depth has been checked, without the patterns that llguidance cannot read."""
-    if isinstance(schema, list):
-        return [_readable(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = with_parts(schema, _readable)
-    if isinstance(pattern := kept.get("pattern"), str) and _UNREADABLE.search(pattern):
-        del kept["pattern"]
-    return kept
+def check_depth(schema: Any) -> None:
+    """Raise InvalidSchemaError if the schema is nested too deep."""
+    if any(depth > MAX_SCHEMA_DEPTH for _, depth in _walk(schema)):
+        raise InvalidSchemaError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}", param="response_format")
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
@@ -140,9 +130,8 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
         raise InvalidSchemaError("the schema must be an object, and no value satisfies false", param="response_format")
     draft = schema.get("$schema")
     old_draft = not (isinstance(draft, str) and re.search("2019-09|2020-12", draft))
+    check_depth(schema)
     for part, depth in _walk(schema):
-        if depth > MAX_SCHEMA_DEPTH:
-            raise InvalidSchemaError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}", param="response_format")
         _refuse(part, old_draft=depth > 0 and old_draft)
     return ascii_schema(schema)
 

@@ -368,6 +368,20 @@ def test_required_and_named_calls_are_a_grammar(server: LiveServer) -> None:
     assert "weather" in grammar(server, tools=[strict]).source
 
 
+def test_a_tool_that_is_not_strict_is_never_refused_for_its_schema(server: LiveServer) -> None:
+    reply_with(server, CALL)
+    deep: dict[str, Any] = {"type": "any"}
+    for _ in range(40):
+        deep = {"type": "object", "properties": {"a": deep}, "required": None}
+    function = {"name": "odd", "parameters": deep | {"required": ["a"]}}
+    tools = [{"type": "function", "function": function}, WEATHER]
+    spec = grammar(server, input_ids=[5], tools=tools, tool_choice="required")  # rendered they fill the context
+    assert '"properties": {"a": {"type": "object"}}, "required": ["a"]' in spec.source
+    function["strict"] = True
+    refused = server.post("/v1/chat/completions", {"model": "demo", "messages": [], "input_ids": [5], "tools": tools})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+
+
 def test_a_json_answer_leaves_room_for_calls(server: LiveServer) -> None:
     reply_with(server, CALL)
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}

@@ -134,6 +134,46 @@ def test_only_a_strict_tool_is_refused_for_what_cannot_be_enforced(
         factory(spec_of(family, replace(tool, strict=True)))
 
 
+ODD: list[Any] = [
+    *(None, "string", {"type": "any"}, {"type": ["string", "any"]}, {"type": [{}]}, {"type": "string", "enum": None}),
+    *({"required": None}, {"properties": None}, {"properties": {"a": "b"}}, {"items": None}, {"enum": []}),
+    *({"enum": [2**60]}, {"anyOf": [None]}, {"anyOf": []}, {"type": "string", "anyOf": [True]}, {"minimum": "0"}),
+    *({"type": "string", "oneOf": {}}, {"$ref": "https://example.com/a"}, {"$ref": "#/$defs/none"}, {"$ref": 1}),
+    *({"$schema": "http://json-schema.org/schema#"}, {"minItems": 1.5}, {"patternProperties": {"(?!a)": {}}}),
+    *({"additionalProperties": None}, {"multipleOf": 0}, {"format": None}, {"minLength": -1}, {"$defs": []}),
+]
+
+
+@pytest.mark.parametrize("family", BROUGHT)
+def test_what_is_no_schema_is_left_out(factory: MatcherFactory, tokenizer: Tokenizer, family: str) -> None:
+    properties = AGENTS_BRING["properties"] | {f"p{i}": odd for i, odd in enumerate(ODD)}
+    whole = {"$schema": "draft-07", "properties": properties, "required": AGENTS_BRING["required"]}
+    tool, text = GrammarTool("f", whole), BROUGHT[family]
+    for given, good in ((text, True), (text.replace("1", '"a"'), False)):
+        matcher = grammar(factory, tokenizer, family, [tool], required=True, parallel=False)
+        assert feed(matcher, tokenizer, given) is good
+    for odd in ODD:
+        try:
+            spec_of(family, replace(one(odd), strict=True))
+        except InvalidSchemaError as error:
+            assert error.param == "tools"
+
+
+@pytest.mark.parametrize("family", BROUGHT)
+def test_the_outline_of_a_schema_has_names_and_types(
+    factory: MatcherFactory, tokenizer: Tokenizer, family: str
+) -> None:
+    """What is left of a schema of which a part cannot be read."""
+    shared = {"properties": {"url": {"type": "string", "pattern": "("}}, "required": ["url"]}
+    tags = {"properties": {"tags": {"type": "array"}, "mail": {"enum": []}}, "required": ["tags"]}
+    schema = {"allOf": [{"$ref": "#/$defs/shared"}, tags], "anyOf": [tags, True], "$defs": {"shared": shared}}
+    tool, text = GrammarTool("f", schema).outlined, BROUGHT[family]
+    for given, good in ((text, True), (text.replace("[1]", "1"), False)):
+        matcher = grammar(factory, tokenizer, family, [tool], required=True, parallel=False)
+        assert feed(matcher, tokenizer, given) is good
+    assert tool.schema is not None and tool.schema["required"] == ["url", "tags"]
+
+
 def test_a_required_parameter_without_a_schema_is_written(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
     tool = GrammarTool("f", {"properties": {"a": False}, "required": ["b"]})
     for text, good in (("[f(b=1)]", True), ("[f()]", False), ("[f(a=1,", False)):

@@ -364,6 +364,29 @@ def test_a_string_parameter_stays_text() -> None:
     assert json.loads(run("glm45", [text]).tool_calls[0].arguments) == {"zip": "8001"}
 
 
+WORD = {"$ref": "#/$defs/word"}
+INDIRECT = {
+    "choice": WORD | {"description": "an enumeration in Python"},
+    "either": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/box"}]},
+    "all": {"allOf": [WORD]},
+    "free": {"anyOf": [{"type": "string"}, True]},
+    "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}, {"type": [{}, "array"]}]},
+}
+DEFS = {"word": {"type": "string", "enum": ["1", "2"]}, "box": {"type": "object"}}
+DEFS["loop"] = {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize("key, value, expected", [
+    ("choice", "1", "1"), ("all", "2", "2"), ("either", '{"a": 1}', {"a": 1}), ("either", "5", "5"),
+    ("free", "5", 5), ("free", "a", "a"), ("loop", "[1]", [1]),
+])  # fmt: skip
+def test_types_of_parameters_that_are_named_elsewhere(key: str, value: str, expected: object) -> None:
+    tools = ToolSet({"f": {"properties": INDIRECT, "$defs": DEFS}})
+    text = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+    output = parse_whole(FAMILIES["glm45"](tools), text)
+    assert json.loads(output.tool_calls[0].arguments) == {key: expected}
+
+
 def test_an_error_inside_a_parser_loses_no_text() -> None:
     class Broken(HermesParser):
         def _calls(self):

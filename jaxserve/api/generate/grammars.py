@@ -92,8 +92,14 @@ async def chat_grammar(prompt: ChatPrompt, rendered: RenderedChat, state: Server
     """Return the checked grammar of the whole output of a conversation."""
     is_beam_search = prompt.mode.beam_length_penalty is not None  # takes no grammar
     tools = ToolUse() if is_beam_search and prompt.tools.forbids_calls else prompt.tools
-    found = with_tools(prompt.constraint, tools, state)
-    spec = await checked(found, state)
+    try:
+        found = with_tools(prompt.constraint, tools, state)
+        spec = await checked(found, state)
+    except InvalidSchemaError:
+        if (outlined := tools.outlined) == tools:
+            raise
+        found = with_tools(prompt.constraint, outlined, state)
+        spec = await checked(found, state)
     if spec is None:
         return None
     if state.parsers.harmony and found is not prompt.constraint:

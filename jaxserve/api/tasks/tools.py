@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxserve.api.protocol.chat import ChatCompletionRequest, NamedTool, Tool, ToolChoice
@@ -41,6 +41,11 @@ class ToolUse:
     def allows_some(self) -> bool:
         """Whether the model may, but need not, call some of the tools that the prompt shows."""
         return self.mode == "auto" and len(self.tools) < len(self.shown)
+
+    @property
+    def outlined(self) -> ToolUse:
+        """The same with outlines of the schemas of tools that are not strict."""
+        return replace(self, tools=tuple(tool.outlined for tool in self.tools))
 
     @property
     def tool_set(self) -> ToolSet | None:

@@ -65,11 +65,13 @@ def is_text(schema: Any) -> bool:
     return schema_types(schema) == {"string"}
 
 
-def texts_of(schema: Mapping[str, Any], *, exact: bool = True) -> list[str] | None:
+def texts_of(schema: Any, *, exact: bool = True) -> list[str] | None:
     """Return the values of a text parameter; None if it may be any text.
 
     exact: raise InvalidSchemaError (param tools) if a keyword limits it in another way; else ignore that
     """
+    if not isinstance(schema, dict):
+        return [] if schema is False else None
     lists = [key for key in ("enum", "const", "anyOf", "oneOf") if key in schema]
     if exact and (unkept := sorted(_TEXT & schema.keys()) + lists[1:]):
         what = ", ".join(unkept)
@@ -77,10 +79,12 @@ def texts_of(schema: Mapping[str, Any], *, exact: bool = True) -> list[str] | No
     if not lists:
         return None
     key = lists[0]
+    values = [schema[key]] if key == "const" else schema[key]
+    if not isinstance(values, list):
+        raise _error(f"{key} of a text parameter must be a list")
     if key in ("enum", "const"):
-        values = [schema[key]] if key == "const" else schema[key]
         return [value for value in values if isinstance(value, str)]
-    found = [texts_of(option, exact=exact) for option in schema[key]]
+    found = [texts_of(option, exact=exact) for option in values]
     return None if None in found else [text for texts in found for text in texts or ()]
 
 

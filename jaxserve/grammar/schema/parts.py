@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keys whose values are not schemas
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str
     def changed(key: str, value: Any) -> Any:
         if key in _DATA:
             return value
-        if key in _BY_NAME and isinstance(value, dict):
+        if key in BY_NAME and isinstance(value, dict):
             return {name: change(part) for name, part in value.items()}
         return change(value)
 

@@ -48,9 +48,10 @@ class ToolSet:
         """Return the JSON types that a parameter may have; empty if the schema does not say."""
         if name in self.custom:
             return {"string"}
-        properties = self.parameters.get(name, {}).get("properties")
+        whole = self.parameters.get(name, {})
+        properties = whole.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return schema_types(schema)
+        return schema_types(schema, whole)
 
 
 class ToolParser(ABC):

@@ -4,17 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
+
+MAX_JOIN_DEPTH = 8  # of schemas in schemas that are read
 
 
-def schema_types(schema: Any, depth: int = 0) -> set[str]:
-    """Return the JSON types that a schema's values may have; empty if it does not name any. References are not read."""
-    if not isinstance(schema, Mapping) or depth > 8:
+def schema_types(schema: Any, root: Any = None) -> set[str]:
+    """Return the JSON types that a schema's values may have; empty if it does not name any.
+
+    root: the schema that references point into; default: the schema itself
+    "other" is among them if an alternative names none, and "indirect" if a reference or allOf names them.
+    """
+    return _types(schema, schema if root is None else root, set(), 0)
+
+
+def _types(schema: Any, root: Any, seen: set[str], depth: int) -> set[str]:
+    """seen: references that were read; each is read once, because the alternatives of a loop would multiply"""
+    if not isinstance(schema, Mapping) or depth > MAX_JOIN_DEPTH:
         return set()
     declared = schema.get("type")
-    types = set(declared) if isinstance(declared, list) else {declared} if isinstance(declared, str) else set()
+    types = {name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)}
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    types |= {"string" if isinstance(value, str) else "other" for value in values} if not types else set()
+    types = types or {"string" if isinstance(value, str) else "other" for value in values}
+    if types:
+        return types
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        types = _types(pointed(root, reference), root, seen, depth + 1)
+        return types and types | {"indirect"}
     for key in ("anyOf", "oneOf"):
         for option in schema[key] if isinstance(schema.get(key), list) else []:
-            types |= schema_types(option, depth + 1)
-    return types
+            types |= _types(option, root, seen, depth + 1) or {"other"}
+    parts = schema["allOf"] if not types and isinstance(schema.get("allOf"), list) else []
+    named = filter(None, (_types(part, root, seen, depth + 1) for part in parts))
+    return types or next((found | {"indirect"} for found in named), set())
+
+
+def pointed(root: Any, reference: str) -> Any:
+    """Return what a reference of the form #/a/b (RFC 6901) points to in a schema; None if there is nothing."""
+    if not reference.startswith("#"):
+        return None
+    for part in unquote(reference[1:]).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and key.isdecimal() and int(key) < len(root):
+            root = root[int(key)]
+        elif isinstance(root, Mapping) and key in root:
+            root = root[key]
+        else:
+            return None
+    return root
