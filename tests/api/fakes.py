@@ -38,7 +38,7 @@ Script = Callable[[list[int], SamplingParams], list[int] | str]
 # what the engine answers to a call; True to others
 CALLS = {
     "waiting": [],
-    "state": {"paused": False, "finishing": False, "asleep": []},
+    "state": {"paused": False, "asleep": []},
     "read_weights": [[0.5, -1.0]],
     "sleep": ["kv_cache", "weights"],
     "wake": [],

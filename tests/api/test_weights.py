@@ -97,26 +97,24 @@ def test_what_the_engine_is_told(server: LiveServer, path: str, body: Any, calls
 
 @pytest.mark.parametrize("path", ["/pause?mode=wait&clear_cache=false", "/sleep?level=0&mode=wait"])
 def test_a_pause_that_waits(server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    refused = server.http.post(path, headers=ADMIN)  # the pause was given up: it is over, and nothing is paused
+    assert called(server, path) == [("pause", {"mode": "retract"})]
+
+    async def given_up(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr("jaxserve.client.replicas.replica_set.finish", given_up)
+    refused = server.http.post(path, headers=ADMIN)
     assert refused.status_code == 409 and "given up" in refused.json()["error"]["message"]
-    monkeypatch.setitem(CALLS, "state", {"paused": True, "finishing": False, "asleep": []})
-    assert called(server, path) == [("finish", {}), ("state", {}), ("pause", {"mode": "retract"})]
 
 
 @pytest.mark.parametrize("was_paused", [False, True])
 def test_a_sleep_that_waits_leaves_no_pause(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, was_paused: bool
 ) -> None:
-    """Whether the engine can sleep or not. Its answers are those of an engine that pauses at `finish`."""
-    states = iter([{"paused": was_paused, "finishing": False}, {"paused": True, "finishing": False}] * 2)
-
-    class Answers(dict[str, Any]):
-        def get(self, key: str, default: Any = None) -> Any:
-            return next(states) if key == "state" else super().get(key, default)
-
-    answers = Answers(CALLS)
+    """Whether the engine can sleep or not."""
+    answers = CALLS | {"state": {"paused": was_paused, "asleep": []}}
     monkeypatch.setattr("tests.api.fakes.CALLS", answers)
-    told = ["state", "finish", "state", "sleep", *([] if was_paused else ["resume"])]
+    told = ["state", "pause", "sleep", *([] if was_paused else ["resume"])]
     assert [name for name, _ in called(server, "/sleep?mode=wait")] == told
     answers["sleep"] = ServerError("no memory")
     server.link.calls.clear()

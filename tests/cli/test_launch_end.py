@@ -1,6 +1,7 @@
 """How a server ends: what was not asked for is an exception that becomes one line and an exit code, never 0."""
 
 import asyncio
+import datetime
 import os
 import shutil
 import signal
@@ -15,6 +16,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from jaxserve.cli import main
 from jaxserve.cli.launch import Launch
@@ -274,3 +280,20 @@ def test_a_key_with_a_password_is_refused_and_asked_for_nothing(tmp_path: Path) 
     config = Config().replace(server={"ssl_certfile": str(certificate), "ssl_keyfile": str(key)})
     with pytest.raises(ConfigError, match="certificate cannot be used"):
         check_certificates(config.server)
+
+
+@pytest.mark.parametrize(("begin", "line"), [(-2, "expired on"), (1, "is valid from"), (-0.5, None)])
+def test_a_start_warns_of_a_certificate_that_clients_refuse_by_its_dates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, begin: float, line: str | None
+) -> None:
+    """begin: of the one day that it is valid, in days from now"""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")])
+    first, day = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=begin), datetime.timedelta(days=1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), first, first + day)
+    path, (encoding, form) = tmp_path / "both.pem", (Encoding.PEM, PrivateFormat.PKCS8)
+    path.write_bytes(
+        key.private_bytes(encoding, form, NoEncryption()) + made.sign(key, SHA256()).public_bytes(encoding)
+    )
+    check_certificates(Config().replace(server={"ssl_certfile": str(path)}).server)
+    found = [each.message for each in caplog.records]
+    assert len(found) == (line is not None) and all(str(line) in each for each in found)

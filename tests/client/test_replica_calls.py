@@ -119,24 +119,24 @@ def test_an_engine_that_sleeps_alone_gives_its_requests_to_the_others_and_gets_n
     run(test)
 
 
-def test_an_engine_that_alone_waits_for_a_pause_gives_its_requests_to_the_others() -> None:
-    """The other one was started again meanwhile, which gives the pause up."""
-
+def test_an_engine_that_alone_is_paused_gives_its_requests_to_the_others() -> None:
     async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
-        async def call(method: str) -> None:
+        async def call(method: str, refused: str | None = None) -> None:
             task = asyncio.create_task(engine.call(method))
             await until(lambda: first.calls and second.calls)
-            first.answer({"paused": True, "finishing": False, "asleep": []})
-            second.answer({"paused": False, "finishing": False, "asleep": []})
+            first.answer()
+            second.answer(error=refused)
             await task
 
-        await call("finish")
-        assert await start_again(engine, second, 1) == []
-        tasks = [generate(engine, "a")]
+        tasks = [generate(engine, "a", replica=0)]
+        await until(lambda: first.requests)
+        with pytest.raises(ServerError, match="not by all"):
+            await call("pause", "no")
         await until(lambda: len(second.requests) == 1)
+        assert first.aborted == first.ids
         await call("resume")
         tasks.append(generate(engine, "b"))
-        await until(lambda: len(first.requests) == 1)
+        await until(lambda: len(first.requests) == 2)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

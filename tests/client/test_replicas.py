@@ -300,8 +300,8 @@ def test_calls_go_to_all_engines_and_their_answers_are_one() -> None:
         assert await call("flush_cache", (None, None)) is None
         assert await call("sleep", (["weights"], ["kv_cache", "weights"])) == ["kv_cache", "weights"]
         assert await call("wake", ([], [])) == []
-        state = {"paused": True, "finishing": False, "asleep": [], "version": "1"}
-        assert (await call("state", (state, state | {"paused": False, "finishing": True})))["paused"] is False
+        state = {"paused": True, "asleep": [], "version": "1"}
+        assert (await call("state", (state, state | {"paused": False})))["paused"] is False
         assert await call("update_from_directory", ("1", "1"), path="x") == "1"
         task = asyncio.create_task(engine.call("update_from_directory", path="y"))
         await until(lambda: first.calls and second.calls)

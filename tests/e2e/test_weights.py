@@ -223,25 +223,6 @@ def test_pause(engine: Engine, originals: list[Any]) -> None:
     assert run(engine)["r"][-1].finish_reason is FinishReason.ABORT
 
 
-def test_a_pause_waits_for_what_has_come_and_starts_nothing_else(engine: Engine, originals: list[Any]) -> None:
-    engine.add_request(LONG, PARAMS[0], request_id="r")
-    first = begin(engine)
-    engine.control.finish()
-    engine.add_request(LONG, PARAMS[0], request_id="later")
-    found = run(engine, 500)
-    assert joined(first, found)[0] == originals[0][0] and "later" not in found
-    assert engine.core.serving.paused and engine.core.serving.finishing is None
-    engine.resume()
-    assert joined({"r": run(engine)["later"]})[0] == originals[0][0]
-    engine.control.finish()
-    assert engine.core.serving.paused, "nothing had come, so nothing is waited for"
-    engine.resume()
-    engine.add_request(LONG, PARAMS[0], request_id="r")
-    engine.control.finish()
-    engine.resume()  # gives the pause up
-    assert joined(run(engine))[0] == originals[0][0] and not engine.core.serving.halted
-
-
 def test_updates_while_paused_and_asleep(engine: Engine, expected: list[Any], originals: list[Any]) -> None:
     engine.pause("retract")
     engine.add_request(LONG, PARAMS[0], request_id="r")

@@ -242,21 +242,6 @@ def test_a_request_that_may_start_alone_starts_behind_another_of_its_limited_key
     assert output is not None and [row.request_id for row in output.rows] == ["second"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_pause_that_waits_for_requests_is_not_held_up_by_later_ones_of_a_limited_key(policy: str) -> None:
-    core, transcripts = core_of(policy=policy), Transcripts()
-    for name in ("a", "b", "c"):
-        core.add(make_request(name, prompt(4), max_tokens=4, tenant=ONE, priority=1))
-    step(core, transcripts, 2)
-    core.serving.pause_after(core.live_ids)
-    core.add(make_request("later", prompt(4), max_tokens=4, tenant=ONE, priority=0))
-    core.add(make_request("resumed", prompt(4), max_tokens=9, tenant=ONE, resumed_token_ids=[1, 2]))
-    step(core, transcripts, 60)
-    assert core.serving.paused is not None
-    assert [len(transcripts[name].token_ids) for name in ("a", "b", "c")] == [4, 4, 4]
-    assert core.live_ids == ["later", "resumed"]
-
-
 def test_a_limit_holds_for_all_priorities_of_a_key_together() -> None:
     core = core_of(policy="priority")
     for i in range(3):

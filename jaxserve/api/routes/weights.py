@@ -45,7 +45,6 @@ B = TypeVar("B", bound=Body)
 
 MAX_HEADER = 16 * 2**20  # bytes of an uploaded file beside its numbers
 DEFAULT_ROWS = 100  # of /get_weights_by_name
-FINISH_POLL = 0.05  # seconds between two looks at the requests that a pause waits for
 WIDEST = 8  # times the bytes of the served weights: float32 of weights in 4 bits
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 _FILE: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/octet-stream": _BYTES}}}
@@ -239,20 +238,16 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def _pause(engine: EngineProtocol, mode: Literal["abort", "wait", "keep"]) -> None:
     """Pause as vLLM's `mode` says. Raises ConflictError if a pause that waits for requests was given up."""
-    if mode != "wait":
+    if mode == "wait":
+        await _finish(engine)
+    else:
         await engine.call("pause", mode="in_place" if mode == "keep" else mode)
-        return
-    await _finish(engine)
-    await engine.call("pause", mode="retract")  # again: this call is repeated if the engine is started again
 
 
 async def _finish(engine: EngineProtocol) -> None:
     """Pause when the requests that have come so far have ended. Raises ConflictError if that was given up."""
-    await engine.call("finish")
-    while (state := await engine.call("state"))["finishing"]:
-        await asyncio.sleep(FINISH_POLL)
-    if not state["paused"]:
-        raise ConflictError("The pause was given up: generation was resumed, or the engine was started again.")
+    if not await engine.call("finish"):
+        raise ConflictError("The pause was given up: generation was resumed.")
 
 
 async def _sleep_after_requests(engine: EngineProtocol, level: int) -> Any:

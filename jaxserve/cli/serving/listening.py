@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import errno
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from jaxserve.config import ServerSection
 from jaxserve.errors import ConfigError
@@ -59,12 +61,30 @@ def warn_if_open(section: ServerSection) -> None:
 
 
 def check_certificates(section: ServerSection) -> None:
-    """Check the TLS files before the model loads. Raises ConfigError if they cannot be used."""
+    """Check the TLS files before the model loads. Raises ConfigError if they cannot be used. Warns of one that clients
+    refuse by its dates.
+    """
     if section.ssl_certfile is None:
         if section.ssl_keyfile is not None:
             raise ConfigError("server.ssl_keyfile is set, and server.ssl_certfile is not", fix="set --ssl-certfile")
         return
     _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), section)
+    _warn_of_dates(section.ssl_certfile)
+
+
+def _warn_of_dates(path: str) -> None:
+    """Warn of a certificate that has expired, or is not valid yet. The first in a file is the server's own."""
+    from cryptography.x509 import load_pem_x509_certificate  # noqa: PLC0415  # most starts need none of it
+
+    with contextlib.suppress(OSError, ValueError):  # TLS reads forms that this does not
+        found = load_pem_x509_certificate(Path(path).read_bytes())
+        begin, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
+        if now > end:
+            logger.warning("the certificate %s expired on %s: clients refuse it", path, f"{end:%Y-%m-%d at %H:%M} UTC")
+        elif now < begin:
+            logger.warning(
+                "the certificate %s is valid from %s: clients refuse it", path, f"{begin:%Y-%m-%d at %H:%M} UTC"
+            )
 
 
 def _load(context: ssl.SSLContext, section: ServerSection) -> None:
@@ -105,6 +125,7 @@ class Certificate:
         # Loaded into the old context, it would stand beside the old one if its key is of another kind.
         context.sni_callback = take
         logger.info("new connections have the new certificate of %s", self._section.ssl_certfile)
+        _warn_of_dates(str(self._section.ssl_certfile))
 
     def _files(self) -> list[tuple[int, ...]]:
         """Return what changes if a file is replaced; () for one that is not there."""

@@ -20,7 +20,7 @@ PAUSED = "scheduling"  # vLLM's name beside those of what sleeps
 
 
 class ControlRecord:
-    """The state that calls of engine_control.py have made."""
+    """The state that calls of engine_control.py have made. num_resumed: how often steps were made to run again"""
 
     def __init__(self) -> None:
         self._weights: Call | None = None  # the last update that can be repeated
@@ -30,6 +30,7 @@ class ControlRecord:
         self._sleep: dict[str, Any] | None = None
         self._num_updates = 0
         self._num_begun = 0  # of all updates, also of those that failed
+        self.num_resumed = 0
 
     @property
     def has_lost(self) -> bool:
@@ -67,6 +68,7 @@ class ControlRecord:
                 self._mode = args.get("mode", "abort")
             case "resume":
                 self._mode = None
+                self.num_resumed += 1
             case "sleep":
                 self._sleep = {"level": args.get("level", 1), "tags": result}
             case "wake":

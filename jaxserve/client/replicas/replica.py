@@ -92,7 +92,7 @@ class Replica:
         """Note what is on its devices, and whether it runs, after a call that it has carried out."""
         if method in ("sleep", "wake"):
             self.asleep = self.asleep & {PAUSED} | frozenset(result)
-        elif method in ("pause", "finish"):
+        elif method == "pause":
             self.asleep |= {PAUSED}
         elif method == "resume":
             self.asleep -= {PAUSED}

@@ -25,6 +25,7 @@ from jaxserve.client.processes.roles import Roles
 from jaxserve.client.processes.supervisor import Death, EngineStatus
 from jaxserve.client.replicas.control_record import ControlRecord
 from jaxserve.client.replicas.engine_calls import changes_weights
+from jaxserve.client.replicas.finishing import finish
 from jaxserve.client.replicas.prompt_handover import PromptHandover
 from jaxserve.client.replicas.replica import Replica, ReplicaEvents, ReplicaState
 from jaxserve.client.replicas.replica_calls import call_all
@@ -357,8 +358,11 @@ class ReplicaSet:
         """Make a call to every engine. Raises an HTTPError if not all of them have carried it out.
 
         An engine that dies meanwhile gets the call from the record if it is started after the others have answered. If
-        it was started before, the call is made again.
+        it was started before, the call is made again. `finish` is a pause that waits for requests, see finishing.py.
         """
+        if method == "finish":
+            pause = functools.partial(self.call, "pause", {"mode": "retract"})
+            return await finish(self._live, self._replicas, self._record, pause)
         if changes_weights(method):
             args = self._record.begun_update(args)
         outcome = await call_all(self._replicas, method, args)

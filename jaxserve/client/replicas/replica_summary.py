@@ -90,7 +90,6 @@ def joined_result(method: str, results: Sequence[Any]) -> Any:
         case "state":
             return results[0] | {
                 "paused": all(result["paused"] for result in results),
-                "finishing": any(result["finishing"] for result in results),
                 "asleep": sorted({tag for result in results for tag in result["asleep"]}),
             }
         case _:

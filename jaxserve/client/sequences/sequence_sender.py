@@ -43,6 +43,7 @@ class SequenceSender:
 
     is_up: whether the engine is ready. is_isolating: whether a search for the culprit is going on
     is_watching: `take` and `settle` must be called for each message of outputs; False almost always
+    only: keys of the sequences that may run, see `has_come`; None: all may
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class SequenceSender:
         self._leaving: set[str] = set()  # engine ids that were aborted to take them back, and have not ended there
         self._isolator = ProcessFaultIsolator()
         self.is_isolating = False
+        self.only: frozenset[str] | None = None
         self._has_blamed = False  # a request was blamed, and no group has passed since to show that the engine works
         self.is_watching = False
 
@@ -77,6 +79,8 @@ class SequenceSender:
                 sequence.is_sent = True
 
     def _may_run(self, sequence: LiveSequence) -> bool:
+        if self.only is not None and not has_come(sequence, self.only):
+            return False
         quarantined = self._isolator.quarantined
         return self.is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)
 
@@ -201,6 +205,11 @@ class SequenceSender:
         if culprit:
             client_id = culprit[0].request.client_id
             logger.error("request %s ends: the engine dies whenever it computes it, and not with others", client_id)
+
+
+def has_come(sequence: LiveSequence, keys: frozenset[str]) -> bool:
+    """Return whether a sequence is one of these, or goes on with a request that an engine had before."""
+    return sequence.key in keys or sequence.is_answered or sequence.request.continues
 
 
 def _resumed(sequence: LiveSequence) -> EngineRequest:

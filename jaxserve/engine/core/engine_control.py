@@ -68,7 +68,6 @@ class EngineControl:
         """The methods that the API process may call, with plain data as arguments and results."""
         return {
             "pause": self.pause,
-            "finish": self.finish,
             "resume": self.resume,
             "sleep": self.sleep,
             "wake": self.wake,
@@ -80,13 +79,10 @@ class EngineControl:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return whether the engine is paused, or will be when requests have ended; what is not on the devices; and
-        the label of the weights.
-        """
+        """Return whether the engine is paused, what is not on the devices, and the label of the weights."""
         serving = self._core.serving
         return {
             "paused": serving.paused is not None,
-            "finishing": serving.finishing is not None,
             "asleep": sorted(serving.asleep),
             "version": serving.version,
         }
@@ -177,18 +173,11 @@ class EngineControl:
     def pause(self, mode: Mode = "abort") -> None:
         """Run no more steps until `resume`. mode: what becomes of running requests, see `serving_state.Mode`."""
         self._stop_running(_checked_mode(mode))
-        self._core.serving.finishing, self._core.serving.paused = None, mode
-
-    def finish(self) -> None:
-        """Start no further request, and pause when those that have come so far have ended."""
-        serving = self._core.serving
-        serving.pause_after(self._core.live_ids)
-        if serving.pauses_now(self._core.live_ids):
-            self._core.settle()
+        self._core.serving.paused = mode
 
     def resume(self) -> None:
-        """Run steps again, unless the engine is asleep. A pause that waits for requests is given up."""
-        self._core.serving.finishing = self._core.serving.paused = None
+        """Run steps again, unless the engine is asleep."""
+        self._core.serving.paused = None
 
     def _stop_running(self, mode: Mode) -> None:
         self._core.settle()

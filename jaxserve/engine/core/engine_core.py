@@ -220,14 +220,11 @@ class EngineCore:
             began = self._clock()
         self._take_masks()
         self._deliver(self.scheduler.expire(began))
-        if self.serving.finishing is not None and self.serving.pauses_now(self.live_ids):
-            self.settle()
         if self._isolator:
             self._isolator.keep(self.scheduler.live_ids)
         if self.serving.halted:
             return self._take_outputs()
-        quarantined = self._isolator.quarantined
-        output = self.scheduler.schedule(began, self.serving.finishing if quarantined is None else quarantined)
+        output = self.scheduler.schedule(began, self._isolator.quarantined)
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
         self.admitted = [] if output is None else output.admitted_ids
