@@ -31,6 +31,7 @@ from jaxserve.text.shield import SHIELD, Shield
 from jaxserve.text.tokenizer_limits import refuse_costly
 
 LONG_TEXT = 4096  # characters
+LONGEST_GAP = 1024  # ids without a token
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 
@@ -42,7 +43,8 @@ class Tokenizer:
 
     Attributes:
         strips_first_space: a decoded text drops the space its first token carries (sentencepiece)
-        vocab_size: number of tokens; if more, one more than the largest id of an added token. The model's may be larger
+        vocab_size: number of tokens; if more, one more than the largest id of an added token. The model's may be
+          larger, and an id too where the vocabulary has gaps
         special_ids: ids that `skip_special_tokens` drops
         bos_token, eos_token, pad_token, unk_token: their texts, or None
         eos_token_ids: ids that end a sequence (the tokenizer's and the model's), the tokenizer's first
@@ -71,7 +73,7 @@ class Tokenizer:
         )
         self.bos_token_id, self.pad_token_id = self._id(self.bos_token), self._id(self.pad_token)
         self.eos_token_id = own = self._id(self.eos_token)
-        ids = ([] if own is None else [own]) + [i for i in extra_eos_ids if 0 <= i < self.vocab_size]
+        ids = ([] if own is None else [own]) + [i for i in extra_eos_ids if self.id_to_token(i) is not None]
         self.eos_token_ids = tuple(dict.fromkeys(ids))
         steps = _decoder_steps(backend)
         self.decoder_kind: DecoderKind = _decoder_kind(steps)
@@ -104,7 +106,8 @@ class Tokenizer:
         found = read_gguf_tokenizer(file)
         refuse_costly(found.backend, file)
         templates = _checked(file, found.chat_templates) | _chat_templates(file.parent, {})
-        return cls(found.backend, found.config, chat_templates=templates, extra_eos_ids=found.end_ids)
+        ends = [*found.end_ids, *_eos_ids(file.parent / "generation_config.json")]
+        return cls(found.backend, found.config, chat_templates=templates, extra_eos_ids=ends)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, plain: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -146,7 +149,7 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it: with Ġ or ▁ for a space."""
-        return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return self.backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
@@ -162,12 +165,27 @@ class Tokenizer:
 
         vocab_size: the model's. Added tokens that it has no row for are left out
         """
-        text = self.backend.to_str()
-        if vocab_size is None or vocab_size >= self.vocab_size:
+        text, gaps = self.backend.to_str(), self._gaps()
+        if not gaps and (vocab_size is None or vocab_size >= self.vocab_size):
             return text
         tree = json.loads(text)
-        tree["added_tokens"] = [token for token in tree["added_tokens"] if token["id"] < vocab_size]
+        added = [token for token in tree["added_tokens"] if vocab_size is None or token["id"] < vocab_size]
+        tree["added_tokens"] = [*(_unused(i) for i in gaps), *added]
+        if gaps:
+            tree["model"]["vocab"] |= {_unused(i)["content"]: i for i in gaps}
         return json.dumps(tree)
+
+    def _gaps(self) -> list[int]:
+        """Return the ids below the largest one that have no token: llguidance sees no token behind so many others.
+
+        To be quick, a gap is looked for at the end of as many ids as there are tokens.
+        """
+        count = self.backend.get_vocab_size(with_added_tokens=True)
+        ends = map(self.backend.id_to_token, range(count, count + LONGEST_GAP))
+        if count and self.backend.id_to_token(count - 1) is not None and not any(end is not None for end in ends):
+            return []
+        ids = set(self.backend.get_vocab(with_added_tokens=True).values())
+        return [i for i in range(max(ids, default=0)) if i not in ids]
 
     def plain_backend(self) -> tokenizers.Tokenizer:
         """Return the backend that reads special tokens as text."""
@@ -208,6 +226,12 @@ class Tokenizer:
         if self.decoder_kind == "other":
             return self.backend.decode([token_id], skip_special_tokens=False).encode()
         return token.encode()
+
+
+def _unused(token_id: int) -> dict[str, Any]:
+    """Return an entry of tokenizer.json for an id without a token."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": f"<|no token {token_id}|>", "special": True} | plain
 
 
 def _token_text(value: Any) -> str | None:

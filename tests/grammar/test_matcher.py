@@ -23,8 +23,8 @@ OBJECT = schema_spec({"type": "object", "properties": {"a": {"type": "integer"}}
 WORDS = 10  # 320 tokens
 
 
-def mask(matcher: GrammarMatcher) -> set[int]:
-    row = np.full(WORDS, -1, np.int32)
+def mask(matcher: GrammarMatcher, num_words: int = WORDS) -> set[int]:
+    row = np.full(num_words, -1, np.int32)
     matcher.fill(row)
     bits = np.unpackbits(row.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
@@ -93,10 +93,21 @@ def test_added_tokens_that_the_model_lacks_are_no_hindrance(tokenizer: Tokenizer
     larger = Tokenizer(backend, tokenizer.config)
     assert larger.vocab_size == size + 1
     own = MatcherFactory(larger.to_json(size), vocab_size=size, eos_token_ids=tokenizer.eos_token_ids)
-    matcher, row = own(choice_spec(["yes"])), np.full(-(-size // 32), -1, np.int32)
-    matcher.fill(row)
-    allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-    assert [tokenizer.decode([i]) for i in allowed.tolist()] == ["y"]
+    allowed = mask(own(choice_spec(["yes"])), -(-size // 32))
+    assert [tokenizer.decode([i]) for i in allowed] == ["y"]
+
+
+def test_a_vocabulary_with_gaps(tokenizer: Tokenizer) -> None:
+    """Its largest ids, above the number of its tokens, are tokens of masks, ends and log-probabilities too."""
+    data, largest = json.loads(tokenizer.to_json()), tokenizer.vocab_size + 40
+    data["model"]["merges"] = []
+    moved, data["model"]["vocab"]["a"] = data["model"]["vocab"]["a"], largest
+    gapped = Tokenizer(Backend.from_str(json.dumps(data)), tokenizer.config, extra_eos_ids=[largest])
+    assert gapped.token_bytes(largest) == b"a" and gapped.token_bytes(moved) == b""
+    assert gapped.eos_token_ids == (*tokenizer.eos_token_ids, largest)
+    for size in (largest + 1, largest + 60):
+        own = MatcherFactory(gapped.to_json(size), vocab_size=size, eos_token_ids=tokenizer.eos_token_ids)
+        assert mask(own(choice_spec(["ax"])), -(-size // 32)) == {largest}
 
 
 def test_begins_after_the_reasoning(factory: MatcherFactory, tokenizer: Tokenizer) -> None:

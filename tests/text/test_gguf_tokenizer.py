@@ -238,6 +238,8 @@ def test_special_tokens_ends_and_templates(tmp_path: Path) -> None:
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.chat_templates == {"default": "default one", "tool_use": "with tools"}
     (tmp_path / "chat_template.jinja").write_text("of the directory")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 5, 70000]}')
+    assert Tokenizer.from_directory(file).eos_token_ids == (2, 5, 6, 4)
     assert Tokenizer.from_directory(file).chat_templates["default"] == "of the directory"
 
 
