@@ -32,6 +32,7 @@ from jaxserve.runtime.compilation.compiler import (
     compiler_options,
 )
 from jaxserve.runtime.compilation.late_compilation import compiles_programs
+from jaxserve.runtime.exact_programs import exact, is_rounded
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -71,6 +72,8 @@ class EncoderRunner:
             config.max_num_seqs, config.max_num_batched_tokens, longest, deterministic=config.deterministic
         )
         self._encode = functools.partial(encode, loaded.structure, pooling, config.deterministic)
+        if is_rounded(mesh.platform, loaded.structure.activation_dtype):
+            self._encode = exact(self._encode)
         weights = [(spec.name, spec.shape, jnp.dtype(spec.dtype).name) for spec in loaded.structure.specs]
         self._identity = describe((loaded.config, weights, pooling, config.deterministic))
         wanted = [self._program(*shape) for shape in self.buckets.shapes()]

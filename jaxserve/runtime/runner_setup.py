@@ -27,6 +27,7 @@ from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.attention_sizes import compute_capability, serving_backend
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
+from jaxserve.runtime.exact_programs import ExactProgramSet, is_rounded
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.memory import MemoryPlan
@@ -158,7 +159,8 @@ class RunnerSetup:
         options = compiler_options(
             self.mesh.platform, deterministic=self.config.deterministic, several=jax.process_count() > 1
         )
-        return ProgramSet(
+        rounded = is_rounded(self.mesh.platform, self.loaded.structure.activation_dtype)
+        return (ExactProgramSet if rounded else ProgramSet)(
             self.steps, shapes, self.buckets, options, self.config.max_drafts, self._identity(max_model_len)
         )
 

@@ -264,6 +264,18 @@ def test_a_deleted_array_and_a_traced_one_are_refused(make: MakeModel) -> None:
         jax.jit(traced)(leaves[0])
 
 
+@pytest.mark.parametrize(("family", "chosen"), [("bert", ""), ("deepseek_v3", "q_b_proj"), ("llama3", "norm")])
+def test_a_mapping_of_checkpoint_names_that_are_those_of_leaves(make: MakeModel, family: str, chosen: str) -> None:
+    """It is converted as pairs are: here from bfloat16, and of DeepSeek-V3 from another shape."""
+    served, new = make(FAMILIES[family]), make(FAMILIES[family], seed=1)
+    given = {name: t.astype(jnp.bfloat16) for name, t in new.tensors.items() if chosen in name}
+    source = source_of(given, served.structure, partial=True)
+    assert source.parameters == source_of(list(given.items()), served.structure, partial=True).parameters
+    served.weights.replace(source)
+    name, tensor = next(iter(given.items()))
+    np.testing.assert_array_equal(served.weights.read(name, 4), tensor[:4].astype(np.float32))
+
+
 def test_some_parameters_only(make: MakeModel) -> None:
     served, new = make(), make(seed=1)
     before, bits = dict(zip(names(served), served.bits(), strict=True)), new.bits()

@@ -79,7 +79,13 @@ def source_of(given: Any, structure: ModelStructure, *, partial: bool = False) -
 
 
 def _has_leaf_names(given: Mapping[Any, Any], structure: ModelStructure) -> bool:
-    """Return whether a mapping is a tree of leaves: it is nested, or every key is the name of a leaf."""
+    """Return whether a mapping is a tree of leaves: it is nested, or every key is the name of a leaf.
+
+    What is named and shaped as in a checkpoint is not: it may have another dtype.
+    """
+    shapes = {part.name: part.shape for spec in structure.specs for part in spec.parts}
+    if given and all(name in shapes and np.shape(value) == shapes[name] for name, value in given.items()):
+        return False
     names = {spec.name for spec in structure.specs} | {spec.wide().name for spec in structure.specs}
     return all(name in names or isinstance(value, Mapping) for name, value in given.items())
 
