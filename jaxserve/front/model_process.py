@@ -30,7 +30,9 @@ from jaxserve.transport.child_process import child_environment, python_command
 CHILD_BACKLOG = 2048  # connections that the kernel queues while the child starts
 LOAD_INTERVAL = 0.1  # seconds between two looks whether the model is loaded
 ANSWER_SECONDS = 5.0  # the child must answer a question of this process within them
-_WORK = ("jaxserve:num_requests_running", "jaxserve:num_requests_waiting")
+_ENGINE_WORK = ("jaxserve:num_requests_running", "jaxserve:num_requests_waiting")
+# Also what has no request in the engine now. A server without a store has none of it.
+_STORED_WORK = ("jaxserve:batches_running", "jaxserve:background_responses_running")
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +117,9 @@ class ModelProcess:
     async def is_idle(self) -> bool:
         """Return whether no request runs or waits, batches and background responses included."""
         families = await self.metrics()
-        values = [value for family in families for name, _, value in family["samples"] if name in _WORK]
-        return len(values) == len(_WORK) and not any(values)
+        values = {name: value for family in families for name, _, value in family["samples"]}
+        is_known = all(name in values for name in _ENGINE_WORK)
+        return is_known and not any(values.get(name) for name in (*_ENGINE_WORK, *_STORED_WORK))
 
     async def metrics(self) -> Families:
         """Return the child's metrics; [] if it does not answer."""

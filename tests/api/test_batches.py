@@ -168,7 +168,7 @@ def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     batch = create(client, [chat_line(number) for number in range(5000)])
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10, "ten lines are done")
     text = live.http.get("/metrics").text
-    assert "jaxserve:batches_requests 5000.0" in text
+    assert "jaxserve:batches_requests 5000.0" in text and "jaxserve:batches_running 1.0" in text
     finished = re.search(r"^jaxserve:batches_requests_finished (\S+)", text, re.M)
     assert finished is not None and 10 <= float(finished[1]) < 5000
     assert client.batches.cancel(batch.id).status == "cancelling"
@@ -181,7 +181,8 @@ def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     assert len(output) + len(errors) == 5000
     assert {line["error"]["code"] for line in errors if line["response"] is None} == {"batch_cancelled"}
     assert client.batches.cancel(batch.id).status == "cancelled"
-    wait_until(lambda: "jaxserve:batches_requests 0.0" in live.http.get("/metrics").text, "no batch runs")
+    wait_until(lambda: "jaxserve:batches_running 0.0" in live.http.get("/metrics").text, "no batch runs")
+    assert "jaxserve:batches_requests 0.0" in live.http.get("/metrics").text
 
 
 def test_5000_lines(client: Any) -> None:

@@ -128,3 +128,26 @@ def test_the_metrics_of_all_models_are_asked_for_at_once(tmp_path: Path) -> None
         assert 'x{model="a"} 1.0' in text and 'x{model="b"} 1.0' in text
 
     run(tmp_path, {name: ModelServer({"/metrics": metrics}) for name in "ab"}, test)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_idle"),
+    [
+        ({}, False),  # it does not answer
+        ({"num_requests_running": 0, "num_requests_waiting": 0}, True),  # without a store
+        ({"num_requests_running": 0, "num_requests_waiting": 0, "batches_running": 1}, False),
+        ({"num_requests_running": 0, "num_requests_waiting": 0, "background_responses_running": 1}, False),
+        ({"num_requests_running": 0, "num_requests_waiting": 0, "batches_running": 0, "batches_paused": 1}, True),
+        ({"num_requests_running": 1, "num_requests_waiting": 0, "batches_running": 0}, False),
+    ],
+)
+def test_a_model_that_is_unloaded_works_on_nothing(tmp_path: Path, values: dict[str, int], is_idle: bool) -> None:
+    """Between two requests a batch has none in the engine, and while its input is checked."""
+    text = "".join(f"# TYPE jaxserve:{name} gauge\njaxserve:{name} {value}.0\n" for name, value in values.items())
+
+    async def main() -> None:
+        server = ModelServer({"/metrics": says(text)} if values else {})
+        async with await asyncio.start_unix_server(server.answer, tmp_path / "a"):
+            assert await ModelProcess(Config(), tmp_path / "a").is_idle() is is_idle
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -71,6 +71,10 @@ class BatchRunner:
         job = self._jobs.get(batch_id)
         return None if job is None else job.pause.error
 
+    def num_running(self) -> int:
+        """Return how many batches have not ended, in whatever state, without those that wait for the store."""
+        return len(self._jobs) - self.num_paused()
+
     def num_paused(self) -> int:
         return sum(job.pause.error is not None for job in self._jobs.values())
 
@@ -96,6 +100,7 @@ class BatchRunner:
                 break
             except (LeaseLostError, StoreDamagedError) as error:
                 logger.critical("batch %s stops here: %s", batch_id, error.message)
+                del self._jobs[batch_id]
                 return
             except Exception:
                 logger.exception("batch %s met an unexpected error and goes on in %.0f s", batch_id, CRASH_DELAY)

@@ -40,6 +40,7 @@ def _gauges(runner: BatchRunner) -> dict[str, float]:
     finished, requests = runner.progress()
     return {
         "jaxserve:store_writable": float(runner.store.condition.status == "ok"),
+        "jaxserve:batches_running": float(runner.num_running()),
         "jaxserve:batches_paused": float(runner.num_paused()),
         "jaxserve:batches_requests": float(requests),
         "jaxserve:batches_requests_finished": float(finished),

@@ -134,6 +134,12 @@ class BackgroundRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._queued = asyncio.Event()
+        self._is_starting = False  # whether one is taken from the queue
+
+    @property
+    def num_running(self) -> int:
+        """How many responses run, and one more if others are queued."""
+        return len(self._running) + (self._is_starting or self._queued.is_set())
 
     async def start(self) -> None:
         """Decide about the responses that an earlier server left, and run the queue."""
@@ -211,6 +217,7 @@ class BackgroundRunner:
         """Start the oldest queued response once the window has room; wait if there is none."""
         self._queued.clear()
         found = await self._store.queued(1)
+        self._is_starting = bool(found)
         if not found:
             await self._queued.wait()
             return

@@ -41,6 +41,7 @@ def install_responses(app: FastAPI, state: ServerState, batches: BatchRunner, ma
     )
     background = BackgroundRunner(store, batches.window, locks, settings)
     stored = app.state.responses = StoredResponses(store, locks, background)
+    state.metrics.watch_gauges(lambda: {"jaxserve:background_responses_running": float(background.num_running)})
 
 
 @contextlib.asynccontextmanager

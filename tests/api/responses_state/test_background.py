@@ -16,8 +16,10 @@ def test_a_background_response(client: Any, server: LiveServer) -> None:
     made = create(client, "Hello", background=True)
     assert (made.status, made.background, made.output) == ("queued", True, [])
     assert wait(client, made, "in_progress").output == []
+    assert "jaxserve:background_responses_running 1.0" in server.http.get("/metrics").text
     server.call(server.link.hold.set)
     kept = wait(client, made)
+    server.wait(lambda: not server.app.state.responses.background.num_running, "it counts after its end")
     assert kept.status == "completed" and kept.created_at == made.created_at
     assert kept.output_text == create(client, "Hello").output_text
     assert client.responses.cancel(made.id).to_dict() == kept.to_dict()
