@@ -169,6 +169,14 @@ def test_a_path_like_no_route_gets_no_suggestion(server: LiveServer, path: str) 
     assert "Did you mean" not in response.json()["error"]["message"]
 
 
+def test_a_client_of_anthropic_is_told_no_path_of_another_api(server: LiveServer) -> None:
+    meant = server.http.post("/v1/messages/v1/messages", json={}).json()["error"]["message"]
+    assert "Did you mean /v1/messages?" in meant
+    response = server.http.post("/v1/messages/batches", json={})
+    assert response.status_code == 404 and response.json()["error"]["type"] == "not_found_error"
+    assert "Did you mean" not in response.json()["error"]["message"]
+
+
 def test_a_bug_is_a_500_without_details(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     state = server.app.state.server
 

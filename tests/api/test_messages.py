@@ -39,6 +39,12 @@ def both(claude: Any, **keys: Any) -> Any:
     return whole
 
 
+def test_models(claude: Any) -> None:
+    model, *_ = claude.models.list()
+    assert (model.id, model.type, model.display_name, model.max_input_tokens) == ("demo", "model", "demo", 512)
+    assert model.created_at.year >= 2026 and claude.models.retrieve("demo") == model
+
+
 def comparable(message: Any) -> dict[str, Any]:
     found = message.to_dict()
     ids = {"id": None}

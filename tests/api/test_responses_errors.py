@@ -60,6 +60,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
         ({"tools": [SPACE | {"tools": [SPACE]}]}, "tools.0.tools.0"),
         ({"tools": [SPACE, WEATHER | {"name": "mcp__weather"}]}, "tools.1"),
         ({"tools": [WEATHER, NOTE | {"name": "weather"}]}, "tools.1"),
+        ({"tools": [WEATHER, WEATHER, WEATHER | {"description": "another"}]}, "tools.2"),
         ({"tools": [NOTE | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools.0.format.definition"),
         ({"tools": [NOTE | {"format": "text"}]}, "tools.0.format"),
         ({"tool_choice": "required"}, "tool_choice"),

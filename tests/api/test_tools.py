@@ -189,6 +189,10 @@ def test_calls_come_back_with_their_results(server: LiveServer) -> None:
     both = {"role": "assistant", "tool_calls": [custom, function], "function_call": {"name": "note"}}
     for messages, shown in (
         ([both, *results], ["note", "a .*b", "time", "result 1", "result 2"]),
+        (
+            [both, *results[1:], {"role": "user", "content": "more"}, results[0] | {"tool_call_id": "3"}],
+            ["result 1", "more", "result 2"],
+        ),
         ([{"role": "assistant", "function_call": {"name": "time"}}, *older[1:]], ["time", '"arguments": {}', "sunny"]),
         (older, ["weather", "Rome", "tool_response", "sunny"]),
     ):
@@ -306,6 +310,7 @@ def test_an_open_thought_cut_by_length(server: LiveServer, client: Any) -> None:
         ({"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools.0.function.name"),
         ({"tools": [WEATHER], "functions": [WEATHER["function"]]}, "functions"),
         ({"tools": [WEATHER, {"type": "custom", "custom": {"name": "weather"}}]}, "tools.1"),
+        ({"tools": [TIME, WEATHER, {"type": "function", "function": {"name": "weather"}}]}, "tools.2"),
         ({"tools": [NOTE], "tool_choice": {"type": "function", "function": {"name": "note"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),

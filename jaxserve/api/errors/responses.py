@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.api.errors.families import family_of
+from jaxserve.api.errors.families import ANTHROPIC, family_of
 from jaxserve.errors import HTTPError, InvalidValueError, PayloadTooLargeError, RequestError, ServerError
 
 logger = logging.getLogger(__name__)
@@ -147,13 +147,18 @@ MAX_SEGMENTS = 12  # segments of a path that is compared with the routes
 
 
 def _nearest_path(request: Request) -> str | None:
-    """Return the known path that is a suffix of this one, with or without /v1: a client's base URL may be wrong."""
+    """Return the known path that is a suffix of this one, with or without /v1: a client's base URL may be wrong.
+
+    A client of Anthropic's routes is told none of another API: /v1/messages/batches is not /v1/batches.
+    """
     segments = request.url.path.split("/")[1:]
     if len(segments) > MAX_SEGMENTS:
         return None
     for start in range(len(segments)):
         rest = "/" + "/".join(segments[start:])
         for path in (f"/v1{rest}", rest):
+            if family_of(request.url.path) is ANTHROPIC is not family_of(path):
+                continue
             if any(route.matches({**request.scope, "path": path})[0] is Match.FULL for route in request.app.routes):
                 return path
     return None

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from jaxserve.types.messages import EngineInfo
 
 
 def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
-    """Build OpenAI's model object, with the fields that vLLM adds and routers read, and the model's task."""
+    """Build the model object of OpenAI and of Anthropic in one, with the fields that vLLM adds and the model's task."""
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": created,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
         "owned_by": "jaxserve",
         "shutdown_date": None,
         "root": info.model_path,
         "parent": None,
         "max_model_len": info.max_model_len,
+        "max_input_tokens": info.max_model_len,
         "task": info.task,
         "permission": [],
     }

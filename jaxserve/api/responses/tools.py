@@ -74,9 +74,8 @@ def response_tools(body: ResponsesRequest, note: Callable[[str], None]) -> Respo
     """
     by_name: dict[str, OwnTool] = {}
     for param, named in _named_tools(body.tools or [], "tools", note):
-        before = by_name.setdefault(named.known_as, named)
-        if (before.tool.type, before.namespace, before.name) != (named.tool.type, named.namespace, named.name):
-            raise InvalidValueError(f"{param}: there are two tools {named.known_as!r}.", param=param)
+        if by_name.setdefault(named.known_as, named) != named:
+            raise InvalidValueError(f"{param}: another tool is called {named.known_as!r}.", param=param)
     if len(by_name) > MAX_TOOLS:
         raise InvalidValueError(f"tools: there are more than {MAX_TOOLS}, those in namespaces counted.", param="tools")
     mode, allowed = _resolved(body, by_name, note)

@@ -23,7 +23,8 @@ async def list_models(request: Request) -> Response:
     data = [model_object(name, info, state.created) for name in info.served_names]
     # Codex looks for `models`, its own form of a list. Without entries it keeps its own prompt and settings; an entry
     # that has no prompt would replace them.
-    return json_response({"object": "list", "data": data, "models": []})
+    ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's
+    return json_response({"object": "list", "data": data, **ends, "models": []})
 
 
 @router.get("/v1/models/{model:path}", **documented(ModelAnswer))

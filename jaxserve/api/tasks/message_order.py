@@ -56,7 +56,10 @@ def as_one(run: Sequence[Message]) -> Message:
 
 
 def in_call_order(messages: list[Message]) -> list[Message]:
-    """Put the results of an assistant's calls directly behind them, in their order: clients send them as they come."""
+    """Put the results of an assistant's calls directly behind them, in their order: clients send them as they come.
+
+    A result of no call stays where it is.
+    """
     order: dict[str | None, int] | None = None
     out: list[Message] = []
     for is_assistant, group in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
@@ -71,6 +74,4 @@ def in_call_order(messages: list[Message]) -> list[Message]:
 
 
 def _place(order: dict[str | None, int], message: Message) -> int:
-    if message["role"] != "tool":
-        return len(order) + 1
-    return order.get(message["tool_call_id"], len(order))
+    return order.get(message["tool_call_id"], len(order)) if message["role"] == "tool" else len(order)

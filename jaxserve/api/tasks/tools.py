@@ -98,12 +98,12 @@ def tool_name(tool: Tool) -> str:
 
 
 def _check_tools(tools: list[Tool]) -> None:
-    kinds: dict[str, str] = {}  # the model sees names only, so a call tells no kind
+    named: dict[str, Tool] = {}  # a call has a name only; agents bring the same tool twice, which does no harm
     for number, tool in enumerate(tools):
         param = f"tools.{number}"
         _check_tool(tool, param)
-        if kinds.setdefault(name := tool_name(tool), tool.type) != tool.type:
-            raise InvalidValueError(f"{param}: a function and a custom tool are called {name!r}.", param=param)
+        if named.setdefault(name := tool_name(tool), tool) != tool:
+            raise InvalidValueError(f"{param}: another tool is called {name!r}.", param=param)
 
 
 def _check_tool(tool: Tool, param: str) -> None:
