@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
@@ -133,28 +134,29 @@ class TextReader:
             yield
 
     def until(self, *markers: str, limit: int = MAX_HEAD_CHARS, take: bool = True) -> Reading[tuple[str, str]]:
-        """(text, marker) with the text before the first of `markers`; marker is "" at the end or past `limit`."""
+        """(text, marker) with the text before the first of `markers`; marker is "" at the end, or if `limit` characters
+        come before it, which are taken.
+        """
         pieces: list[str] = []
-        size = 0
-
-        def sink(piece: str) -> None:
-            nonlocal size
-            size += len(piece)
-            pieces.append(piece)
-
-        copying = self.copy_until(markers, sink, take=take)
+        longest = max(map(len, markers))
         while True:
-            try:
-                next(copying)
-            except StopIteration as stop:
-                return "".join(pieces), stop.value if size <= limit else ""
-            if size > limit:
+            last = self._at + limit
+            at, marker = self._find(markers, last + longest)
+            if marker and at <= last:
+                pieces.append(self._take(at))
+                self._take(at + len(marker) * take)
+                return "".join(pieces), marker
+            held = 0 if self.closed else _open_suffix(self._text, self._at, markers)
+            piece = self._take(min(len(self._text) - held, last))
+            pieces.append(piece)
+            limit -= len(piece)
+            if self.closed or self._at + held < len(self._text):
                 return "".join(pieces), ""
             yield
 
-    def _find(self, markers: Sequence[str]) -> tuple[int, str]:
-        """Place and text of the first marker (of those at one place, the longest)."""
-        match = _any_of(tuple(markers)).search(self._text, self._at)
+    def _find(self, markers: Sequence[str], end: int = sys.maxsize) -> tuple[int, str]:
+        """Place and text of the first marker (of those at one place, the longest) that ends before place `end`."""
+        match = _any_of(tuple(markers)).search(self._text, self._at, end)
         return (match.start(), match[0]) if match else (len(self._text), "")
 
     def json_string(self) -> Reading[str | None]:

@@ -459,6 +459,8 @@ def test_harmonys_grammar_holds_from_the_first_token() -> None:
         wanted = {"type": "json_object"}
         assert grammar(server, tools=[WEATHER], response_format=wanted).begin_after == ()
         assert grammar(server, response_format=wanted).begin_after != ()
+        begun = {"messages": [*MESSAGES, {"role": "assistant", "content": '{"a'}], "continue_final_message": True}
+        assert grammar(server, response_format=wanted, **begun).begin_after == ()
 
 
 def test_a_named_custom_tool_with_a_lark_grammar(server: LiveServer, client: Any) -> None:

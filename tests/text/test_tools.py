@@ -244,7 +244,9 @@ def test_calls_after_one_that_is_not_offered_are_calls(family: str, text: str) -
     assert [call.name for call in output.tool_calls] == ["now"] and "nope" in (output.content or "")
 
 
-ALL_TEXTS = [(family, text) for family, text, *_ in CASES] + PLAIN
+# a head that is too long to be a call's, and within it a call
+LONG_HEAD = ("qwen3_coder", f"<function={'x' * 5000}<tool_call><function=now></function></tool_call>")
+ALL_TEXTS = [(family, text) for family, text, *_ in CASES] + [*PLAIN, LONG_HEAD]
 
 
 @pytest.mark.parametrize("family, text", ALL_TEXTS)
@@ -323,6 +325,8 @@ def test_ids_are_those_the_models_want() -> None:
     assert first("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}").id == "abcdefghi"
     kimi = "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}"
     assert first("kimi_k2", kimi).id == "functions.now:7"
+    twice = [call.id for call in run("kimi_k2", [f"{kimi}<|tool_call_end|>" * 2]).tool_calls]
+    assert twice[0] == "functions.now:7" and twice[1].startswith("call_")
 
 
 TEXT = 'ls "a b"\n\\t 🦜 \\u00e9'

@@ -116,7 +116,8 @@ def after_reasoning(
     """
     tokenizer = state.engine.tokenizer
     if state.parsers.harmony:
-        return msgspec.structs.replace(spec, begin_after=_ids(tokenizer, _HARMONY_FINAL))
+        continues = prompt.continued != ""  # within the final channel, whose header is in the prompt
+        return spec if continues else msgspec.structs.replace(spec, begin_after=_ids(tokenizer, _HARMONY_FINAL))
     tags = state.parsers.think_tags
     if tags is None:
         return spec

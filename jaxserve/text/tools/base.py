@@ -67,6 +67,7 @@ class ToolParser(ABC):
         self.tools = tools or ToolSet()
         self.reader = TextReader()
         self.num_calls = 0
+        self._ids: set[str] = set()
         self.thinking = False  # the text read so far ends within reasoning
         self.is_whole = False
         self._events: list[Event] = []
@@ -153,13 +154,16 @@ class ToolParser(ABC):
             yield from self.reader.accept(*ends, drop_partial=True)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Emit the start of a call."""
+        """Emit the start of a call. An id that the model wrote twice counts once: results name calls by it."""
         self.reader.unmark()
+        if not call_id or call_id in self._ids:
+            call_id = self.make_id()
+        self._ids.add(call_id)
         self._space.clear()
         custom = name in self.tools.custom
         self._input = InputDecoder() if custom else None
         self.has_arguments = False
-        self._events.append(ToolCallStart(self.num_calls, call_id or self.make_id(), name, custom))
+        self._events.append(ToolCallStart(self.num_calls, call_id, name, custom))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
