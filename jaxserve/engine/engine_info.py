@@ -31,6 +31,7 @@ class ServedModel:
     loaded: LoadedModel
     tokenizer: Tokenizer
     pooling: PoolingConfig
+    embedding_prompt: str = ""
 
     @property
     def embeds(self) -> bool:
@@ -101,6 +102,7 @@ def engine_info(
         is_embedding=found.embeds,
         embedding_size=model.hidden_size,
         embedding_normalized=found.pooling.normalize,
+        embedding_prompt=found.embedding_prompt,
         labels=list(model.labels),
         multi_label=model.multi_label,
         regression=is_regression(found.directory),

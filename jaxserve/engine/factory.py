@@ -19,6 +19,7 @@ from jaxserve.engine.core.engine_control import EngineControl
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.core.late_start import LateStart
 from jaxserve.engine.core.page_handover import PageHandover, check_handover
+from jaxserve.engine.embedding_prompt import embedding_prompt
 from jaxserve.engine.engine_info import CPU_SHARE, ServedModel, engine_info
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
@@ -107,7 +108,8 @@ def build_engine(
     phases.end("weights")
     send(Progress("programs", unit="programs"))
     tokenizer = Tokenizer.from_directory(tokenizer_dir)
-    model = ServedModel(directory, loaded, tokenizer, read_pooling(directory, loaded.config))
+    pooling = read_pooling(directory, loaded.config)
+    model = ServedModel(directory, loaded, tokenizer, pooling, embedding_prompt(directory, pooling))
     check_handover(config, loaded.config, generates=model.generates)
     config = config if model.generates else config.replace(speculation={"method": "off"})
     config = config if early else config.replace(runtime={"wait_for_programs": True})

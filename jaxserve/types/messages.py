@@ -65,6 +65,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_embedding: bool = False  # an embedding model, which generates no text
     embedding_size: int = 0
     embedding_normalized: bool = True  # embeddings have L2 norm 1
+    embedding_prompt: str = ""  # goes before each text that is embedded
     labels: list[str] = []  # of a classification head; a model with one generates no text
     multi_label: bool = False  # each label has a probability of its own: sigmoid, not softmax
     regression: bool = False  # of the head: its numbers are values, not logits of labels

@@ -61,6 +61,14 @@ def test_many_texts_keep_their_order(server: LiveServer) -> None:
     assert [row["index"] for row in answer.json()["data"]] == list(range(200))
 
 
+def test_the_models_prompt_goes_before_texts_and_not_before_tokens(server: LiveServer) -> None:
+    encode = server.link.tokenizer.encode
+    with serving(server, embedding_prompt="query: "):
+        answer = vectors(embed(server, input=["a", "b"])) + vectors(embed(server, input=[5, 6]))
+    expected = [vector_of(ids) for ids in (encode("query: a"), encode("query: b"), [5, 6])]
+    np.testing.assert_allclose(answer, expected, rtol=1e-6)
+
+
 def test_dimensions_cut_and_scale_again(server: LiveServer) -> None:
     whole = np.array(vectors(embed(server))[0])
     short = np.array(vectors(embed(server, dimensions=3))[0])

@@ -46,7 +46,9 @@ async def embed(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
     _check(body, state.engine.info)
     prompts = as_prompts(body.input, "input")
     how = TextCut(body.truncate_prompt_tokens, body.truncation_side or "right", body.add_special_tokens is not False)
-    tasks = [PromptTask(await whole_text(prompt, how, state), EMBED) for prompt in prompts]
+    before = state.engine.info.embedding_prompt
+    texts = [before + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
+    tasks = [PromptTask(await whole_text(text, how, state), EMBED) for text in texts]
     request_id = new_id("embd", body.request_id or body.rid)
     options = RequestOptions(request_id=request_id, priority=body.priority or 0, cache_salt=body.cache_salt or "")
     at_once = 2 * state.engine.info.max_num_seqs  # those of a step, and those that wait for the next one

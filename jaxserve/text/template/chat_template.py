@@ -114,14 +114,13 @@ class ChatTemplate:
         variables = check_kwargs(kwargs)
         template, form = self._for_tools if tools else self._default
         prepared = [form.prepare(message) for message in messages]
-        ending = None
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidValueError(
                     "continue_final_message and add_generation_prompt exclude each other",
                     param="continue_final_message",
                 )
-            ending = _mark_final(prepared)
+            _mark_final(prepared)
         variables |= self.special_tokens | {
             "messages": prepared,
             "tools": list(tools) if tools else None,
@@ -130,7 +129,7 @@ class ChatTemplate:
         if add_generation_prompt is not None:
             variables["add_generation_prompt"] = add_generation_prompt
         text = self._run(template, variables)
-        return _cut_at_mark(text, ending) if ending is not None else text
+        return _cut_at_mark(text) if continue_final_message else text
 
     def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         budget = self._new_budget()
@@ -286,24 +285,24 @@ def _parsed_call(call: Mapping[str, Any], plain: bool) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": Arguments(arguments, function["arguments"])}}
 
 
-def _mark_final(messages: list[dict[str, Any]]) -> str:
-    """Put a mark behind the last message's text; returns the text's own last characters."""
+def _mark_final(messages: list[dict[str, Any]]) -> None:
+    """Put a mark and a space behind the last message's text."""
     last = messages[-1] if messages else {}
     content = last.get("content")
     if isinstance(content, str) and content:
-        last["content"] = content + _CONTINUE
-        return content
+        last["content"] = f"{content}{_CONTINUE} "
+        return
     if isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
-        text = content[-1]["text"]
-        last["content"] = [*content[:-1], {**content[-1], "text": text + _CONTINUE}]
-        return text
+        last["content"] = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_CONTINUE} "}]
+        return
     raise InvalidValueError("continue_final_message needs text in the last message", param="continue_final_message")
 
 
-def _cut_at_mark(text: str, content: str) -> str:
-    head, mark, _ = text.rpartition(_CONTINUE)
+def _cut_at_mark(text: str) -> str:
+    """Return the text before the mark. A template that trims texts has taken its space: it trims the text too."""
+    head, mark, rest = text.rpartition(_CONTINUE)
     if not mark:
         raise InvalidValueError(
             "the chat template drops or changes the last message, it cannot be continued", param="messages"
         )
-    return head if head.endswith(content) else head.rstrip()
+    return head if rest.startswith(" ") else head.rstrip()
