@@ -442,6 +442,14 @@ def test_a_call_of_a_tool_that_is_not_offered_is_text(server: LiveServer, client
     assert whole.choices[0].message.content == CALL
 
 
+def test_a_call_that_a_stop_string_cuts_is_not_one_to_run(server: LiveServer, client: Any) -> None:
+    reply_with(server, CALL)
+    for stop, reason in (("Paris", "stop"), ("</tool", "tool_calls"), ("Rome", "tool_calls")):
+        whole, _ = both(client, tools=[WEATHER], stop=[stop])
+        assert whole.choices[0].finish_reason == reason
+        assert len(whole.choices[0].message.tool_calls) == 1
+
+
 def test_the_head_of_a_call_that_was_cut_off_is_no_content(server: LiveServer, client: Any) -> None:
     reply_with(server, f'{CALL}\n<tool_call>\n{{"name": "weather", "arguments": {{}}}}')
     tokens = len(server.link.tokenizer.encode(CALL))

@@ -14,7 +14,7 @@ from jaxserve.api.generate.turn import Turn
 from jaxserve.api.respond.extra_fields import ExtraFieldWriter
 from jaxserve.api.respond.extras import last_vector
 from jaxserve.api.respond.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.api.respond.wire import finish_fields
+from jaxserve.api.respond.wire import finish_fields, is_object
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.chat import ChatOptions
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallStart
@@ -32,6 +32,7 @@ class _Choice:
     turn: Turn
     begun: bool = False
     custom: set[int] = field(default_factory=set)  # indices of the calls of custom tools
+    arguments: list[str] = field(default_factory=list)  # texts of the last call
     held_reasoning: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that no chunk has carried yet
     token_ids: list[int] = field(default_factory=list)
@@ -148,6 +149,7 @@ class ChatChoices:
         return dict.fromkeys(self._options.reasoning_fields, text)
 
     def _start_call(self, choice: _Choice, event: ToolCallStart) -> dict[str, Any]:
+        choice.arguments = []
         if self._options.legacy_calls:
             return {"function_call": {"name": event.name, "arguments": ""}}
         if event.custom:
@@ -158,6 +160,7 @@ class ChatChoices:
         return {"tool_calls": [{"index": event.index, "id": event.id} | call]}
 
     def _call_text(self, choice: _Choice, index: int, text: str) -> dict[str, Any]:
+        choice.arguments.append(text)
         if self._options.legacy_calls:
             return {"function_call": {"arguments": text}}
         part = {"custom": {"input": text}} if index in choice.custom else {"function": {"arguments": text}}
@@ -202,13 +205,20 @@ class ChatChoices:
         prompt, num_calls = self._plan.prompt, choice.turn.num_calls
         chunks = [] if choice.begun else [self._first(choice, num_calls == 0 and not choice.held_reasoning)]
         finish = finish_fields(output, prompt.params.stop_token_ids)
-        if num_calls and output.finish_reason in (None, FinishReason.STOP):
+        if num_calls and output.finish_reason in (None, FinishReason.STOP) and not _cuts_call(choice, output):
             finish["finish_reason"] = "function_call" if self._options.legacy_calls else "tool_calls"
         if self._extra_fields.wanted:
             finish |= self._extra_fields.finish(0, prompt, output)
         if self._output.hidden_state:
             chunks.append(self._chunk(choice, {"hidden_states": last_vector(output)}))
         return [*chunks, self._chunk(choice, {}) | finish]
+
+
+def _cuts_call(choice: _Choice, output: RequestOutput) -> bool:
+    """Return whether a stop string ended the output in the arguments of a function: such a call cannot be run."""
+    if not isinstance(output.matched_stop, str) or choice.turn.num_calls - 1 in choice.custom:
+        return False
+    return not is_object("".join(choice.arguments))
 
 
 class JoinedMessage:
