@@ -38,12 +38,18 @@ def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> Non
         await asyncio.sleep(0.15)
         assert not link.calls
         link.give(link.ids[1], 6, STOP)
-        await answered(links, "pause")
-        assert await pause is True and await step == [6]
+        assert await step == [6]
+        await asyncio.sleep(0.15)
+        next_step = generate(engine, "first", continues=True)
         await until(lambda: len(link.requests) == 3)
-        assert await asyncio.gather(engine.call("finish"), answered(links, "pause")) == [True, None], "it is paused"
+        assert not link.calls
         link.give(link.ids[2], 7, STOP)
-        assert await later == [7]
+        await answered(links, "pause")
+        assert await pause is True and await next_step == [7]
+        await until(lambda: len(link.requests) == 4)
+        assert await asyncio.gather(engine.call("finish"), answered(links, "pause")) == [True, None], "it is paused"
+        link.give(link.ids[3], 8, STOP)
+        assert await later == [8]
 
     run(test, count=1)
 

@@ -15,7 +15,8 @@ from jaxserve.client.sequences.sequence_sender import has_come
 from jaxserve.client.sequences.sequence_table import SequenceTable
 
 FINISH_POLL = 0.05  # seconds between two looks at the live sequences
-LOOKS = 2  # that find none: a beam search, or a worker whose sequence thinks too long, soon sends its next request
+LOOKS = 2  # that find none: a worker whose sequence thinks too long sends it anew
+LOOKS_AFTER_STEPS = 20  # once a beam search was seen: a busy worker sends its next step later
 
 
 async def finish(
@@ -28,9 +29,12 @@ async def finish(
     only, num_resumed = frozenset(each.key for each in live), record.num_resumed
     _start_only(replicas, only)
     try:
-        num_looks = 0
-        while num_looks < LOOKS and _is_awake(replicas):
-            num_looks = 0 if any(has_come(each, only) for each in live) else num_looks + 1
+        num_looks, enough = 0, LOOKS
+        while num_looks < enough and _is_awake(replicas):
+            left = [each for each in live if has_come(each, only)]
+            num_looks = 0 if left else num_looks + 1
+            if any(each.request.continues for each in left):
+                enough = LOOKS_AFTER_STEPS
             await asyncio.sleep(FINISH_POLL)
             if record.num_resumed > num_resumed:
                 return False
