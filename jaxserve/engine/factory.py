@@ -19,6 +19,7 @@ from jaxserve.engine.core.engine_control import EngineControl
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.core.late_start import LateStart
 from jaxserve.engine.core.page_handover import PageHandover, check_handover
+from jaxserve.engine.embedding_length import for_embeddings
 from jaxserve.engine.embedding_prompt import embedding_prompt
 from jaxserve.engine.engine_info import CPU_SHARE, ServedModel, engine_info
 from jaxserve.engine.group_control import GroupControl
@@ -218,7 +219,7 @@ def make_runner(
 ) -> ModelRunner | EncoderRunner:
     """Check this machine's numbers and return a runner. Raises ConfigError. agree: as of ModelRunner"""
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
-    resolved = dataclasses.replace(resolved, normalize_embeddings=pooling.normalize)
+    resolved = for_embeddings(resolved, pooling, loaded.directory)
     if config.cache.disk is not None:
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         remove_unused(config.cache.disk, config.mesh.replicas)

@@ -1,0 +1,36 @@
+"""The longest text of an embedding model, where sentence-transformers cuts it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.embedding_length import for_embeddings
+from jaxserve.models.pooling import PoolingConfig
+from tests.models.checkpoints import write_modules
+from tests.runtime.conftest import CONFIG
+
+CHOSEN = dataclasses.replace(CONFIG, max_model_len=512, shrink_context=True)
+
+
+@pytest.mark.parametrize(
+    ("of_its_own", "tokenizer", "longest"),
+    [
+        (None, {}, 512),
+        (None, {"model_max_length": 256}, 256),  # as sentence-transformers 6 writes it
+        (128, {"model_max_length": 256}, 128),
+        (None, {"model_max_length": 10**30}, 512),
+        (None, {"model_max_length": None}, 512),
+    ],
+)
+def test_the_longest_text(of_its_own: int | None, tokenizer: dict[str, Any], longest: int, tmp_path: Path) -> None:
+    pooling = PoolingConfig("cls", normalize=False, max_tokens=of_its_own)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    assert for_embeddings(CHOSEN, pooling, tmp_path).max_model_len == 512  # no model of sentence-transformers
+    write_modules(tmp_path, ["Transformer", "Pooling"], {})
+    found = for_embeddings(CHOSEN, pooling, tmp_path)
+    assert (found.max_model_len, found.normalize_embeddings) == (longest, False)
+    configured = dataclasses.replace(CHOSEN, shrink_context=False)
+    assert for_embeddings(configured, pooling, tmp_path).max_model_len == 512
