@@ -373,6 +373,7 @@ INDIRECT = {
     "choice": WORD | {"description": "an enumeration in Python"},
     "either": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/box"}]},
     "all": {"allOf": [WORD]},
+    "zod": {"anyOf": [{"not": {}}, {"type": "string"}, False]},
     "free": {"anyOf": [{"type": "string"}, True]},
     "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}, {"type": [{}, "array"]}]},
 }
@@ -382,7 +383,7 @@ DEFS["loop"] = {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]}
 
 @pytest.mark.parametrize("key, value, expected", [
     ("choice", "1", "1"), ("all", "2", "2"), ("either", '{"a": 1}', {"a": 1}), ("either", "5", "5"),
-    ("free", "5", 5), ("free", "a", "a"), ("loop", "[1]", [1]),
+    ("zod", "5", "5"), ("free", "5", 5), ("free", "a", "a"), ("loop", "[1]", [1]),
 ])  # fmt: skip
 def test_types_of_parameters_that_are_named_elsewhere(key: str, value: str, expected: object) -> None:
     tools = ToolSet({"f": {"properties": INDIRECT, "$defs": DEFS}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -34,11 +35,17 @@ def _types(schema: Any, root: Any, seen: set[str], depth: int) -> set[str]:
         types = _types(pointed(root, reference), root, seen, depth + 1)
         return types and types | {"indirect"}
     for key in ("anyOf", "oneOf"):
-        for option in schema[key] if isinstance(schema.get(key), list) else []:
+        options = schema[key] if isinstance(schema.get(key), list) else []
+        for option in itertools.filterfalse(_is_never, options):
             types |= _types(option, root, seen, depth + 1) or {"other"}
     parts = schema["allOf"] if not types and isinstance(schema.get("allOf"), list) else []
     named = filter(None, (_types(part, root, seen, depth + 1) for part in parts))
     return types or next((found | {"indirect"} for found in named), set())
+
+
+def _is_never(schema: Any) -> bool:
+    """Return whether no value satisfies the schema. Zod writes an optional parameter with such an alternative."""
+    return schema is False or (isinstance(schema, Mapping) and schema.get("not") in ({}, True))
 
 
 def pointed(root: Any, reference: str) -> Any:
