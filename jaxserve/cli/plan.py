@@ -52,6 +52,8 @@ def run(words: Sequence[str]) -> int:
     config = config.replace(quantized_head=head)
     dtype = jnp.dtype(options.dtype)
     context = context_length(options.max_model_len, config.max_position_embeddings)
+    if options.length is not None and options.length > context:
+        raise ConfigError(f"--length is {options.length}, and a full context has {context} tokens", fix="lower it")
     meshes = [_mesh(text, config) for text in options.mesh]
     cache_dtype = resolve_cache_dtype(options.cache_dtype, dtype)
     plans = [_plan(config, dtype, cache_dtype, mesh) for mesh in meshes]
@@ -155,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="as cache.dtype")
     parser.add_argument(
         "--max-num-seqs",
-        type=at_least(1),
+        type=at_least(1, 4096),  # as scheduler.max_num_seqs
         default=512,
         help="number of requests that run at once: no more pages than for twice as many full contexts (512)",
     )

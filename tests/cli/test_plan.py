@@ -208,7 +208,7 @@ def test_a_quantised_model_is_planned(
     ("flag", "value"),
     [
         *(("--memory", value) for value in ("0", "-1", "nan", "inf", "much")),
-        *(("--max-num-seqs", value) for value in ("0", "-1")),
+        *(("--max-num-seqs", value) for value in ("0", "-1", "4097")),
         *(("--max-model-len", value) for value in ("0", "-5")),
         ("--length", "0"),
     ],
@@ -220,6 +220,13 @@ def test_a_number_that_cannot_be_meant_is_named(
         main(["plan", str(tmp_path), flag, value])
     assert end.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"jaxserve plan: error: argument {flag}: should be ")
+
+
+def test_requests_longer_than_the_context_are_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    assert main(["plan", str(tmp_path), "--mesh", "1", "--length", "64"]) == 0
+    assert main(["plan", str(tmp_path), "--mesh", "1", "--length", "65"]) == 2
+    assert "--length is 65, and a full context has 64 tokens" in capsys.readouterr().err
 
 
 def test_a_form_that_launch_refuses_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 _VISIBLE = re.compile(r"[\x21-\x7e]*")
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a type for whole numbers not below `least`, which raises ArgumentTypeError."""
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a type for whole numbers not below `least` nor above `most`, which raises ArgumentTypeError."""
 
     def _whole(text: str) -> int:
         try:
@@ -20,6 +20,8 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"should be a whole number, not {text!r}") from None
         if number < least:
             raise argparse.ArgumentTypeError(f"should be at least {least}, not {number}")
+        if most is not None and number > most:
+            raise argparse.ArgumentTypeError(f"should be at most {most}, not {number}")
         return number
 
     return _whole
