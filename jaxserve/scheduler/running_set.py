@@ -44,10 +44,14 @@ class RunningSet:
         assert self.has_ended or len(running) == len(list(self))
         return running
 
-    def best_first(self, by_priority: bool) -> list[Request]:
-        """Sort the requests to keep first: aged, better priority, more output, shorter prompt."""
+    def best_first(self, by_priority: bool, *, prompts_only: bool = False) -> list[Request]:
+        """Sort the requests to keep first: aged, better priority, more output, shorter prompt.
+
+        prompts_only: those that have no output yet
+        """
+        running = (request for request in self if request.status is RequestStatus.RUNNING)
         return sorted(
-            (request for request in self if request.status is RequestStatus.RUNNING),
+            (request for request in running if not (prompts_only and request.output_token_ids)),
             key=lambda request: (
                 not request.aged,
                 request.priority if by_priority else 0,

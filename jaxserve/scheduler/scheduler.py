@@ -193,9 +193,9 @@ class Scheduler:
             request.num_inflight_tokens = 0
         return ids
 
-    def preempt_all(self) -> None:
-        """Return all running requests to the queue. Their outputs are kept, and their KV is computed again."""
-        for request in reversed(self._running.best_first(by_priority=True)):
+    def preempt_all(self, *, prompts_only: bool = False) -> None:
+        """Return running requests to the queue: all, or those without output. Their KV is computed again."""
+        for request in reversed(self._running.best_first(by_priority=True, prompts_only=prompts_only)):
             self._preempt(request)
 
     def waits_for_read(self, now: float) -> bool:

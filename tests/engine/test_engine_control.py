@@ -14,6 +14,8 @@ from jaxserve.errors import ConflictError
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.types.group import Done, Operation
 from jaxserve.types.messages import Add, Call, Outputs, Reply
+from jaxserve.types.output import FinishReason
+from jaxserve.types.request import RequestStatus
 from tests.engine.test_hosts import leader
 from tests.engine.test_server import ListChannel, info
 from tests.fakes import alone, make_core, make_request, run_all, small_config
@@ -142,3 +144,24 @@ def test_a_file_of_weights_that_is_gone_leaves_a_group_that_serves(tmp_path: Pat
     assert reply.status == 500 and "the old weights stay" in (reply.error or "")
     assert events == [Operation("unstage"), "answers"]
     assert len(channel.tokens("a")) == 2
+
+
+def test_no_prompt_is_computed_by_two_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place a request goes on with its old KV. Numbers of a prompt, such as an embedding, would be of neither."""
+    monkeypatch.setattr(engine_control, "directory_source", lambda *_: object())
+    core: Any = make_core(small_config())
+    weights: Any = AnyWeights()
+    control = EngineControl(core, core.runner, weights, tmp_path)
+    core.add(make_request("decodes", [1], max_tokens=20))
+    for _ in range(3):
+        core.step()
+    core.add(make_request("prompt", list(range(60)), max_tokens=2, prompt_logprobs=0))
+    while not core.scheduler.find("prompt").num_computed_tokens:
+        core.step()
+    control.update_from_directory("x", running="in_place")
+    prompt, decodes = map(core.scheduler.find, ("prompt", "decodes"))
+    assert (prompt.status, decodes.status) == (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
+    outputs = [output for _ in range(30) for output in core.step()]
+    core.scheduler.check_integrity()
+    ended = {each.request_id for each in outputs if each.finish_reason is FinishReason.LENGTH}
+    assert ended == {"prompt", "decodes"}

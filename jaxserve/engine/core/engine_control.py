@@ -139,6 +139,7 @@ class EngineControl:
             with old_weights_stay():
                 source = self._weights.staged(source, self.on_progress)
         self._stop_running(mode)
+        core.scheduler.preempt_all(prompts_only=True)  # else numbers of one prompt were of both weights
         core.flush_prefix_cache(new_weights=True)
         try:
             with old_weights_stay():
