@@ -43,7 +43,7 @@ def deepseek(*calls: str) -> str:
 
 
 DSML_PARAMETERS = (
-    '<｜DSML｜parameter name="city" string="true">Zü"rich\n\n</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="city" string="true">Zü"rich\n</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="tags" string="false">[1, {"a": "]}"}]</｜DSML｜parameter>\n'
 )
@@ -59,7 +59,7 @@ QWEN_CODER = (
     "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 )
 GLM = (
-    'x\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zü"rich\n\n</arg_value>\n<arg_key>days</arg_key>\n'
+    'x\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zü"rich\n</arg_value>\n<arg_key>days</arg_key>\n'
     '<arg_value>3</arg_value>\n<arg_key>tags</arg_key>\n<arg_value>[1, {"a": "]}"}]</arg_value>\n</tool_call>\n'
     "<tool_call>now\n</tool_call>"
 )
@@ -358,6 +358,20 @@ def test_custom_input_of_any_form(arguments: str, text: str) -> None:
 def test_text_parameters_of_unknown_type(value: str, expected: object) -> None:
     text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
     assert json.loads(run("glm45", [text]).tool_calls[0].arguments) == {"a": expected}
+
+
+@pytest.mark.parametrize("value", ["\n", "\nx\n", "x\n\n"])
+@pytest.mark.parametrize("key", ["city", "zip", "unknown"])
+def test_line_breaks_of_a_value_are_its_own(value: str, key: str) -> None:
+    """GLM and DeepSeek V3.2 write none around it, Qwen3-Coder one at each end."""
+    glm = f"<tool_call>get_weather<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+    dsml = DSML[: DSML.index("<｜DSML｜parameter")] + (
+        f'<｜DSML｜parameter name="{key}" string="true">{value}</｜DSML｜parameter>\n</｜DSML｜invoke>'
+    )
+    qwen = f"<function=get_weather><parameter={key}>\n{value}\n</parameter></function>"
+    for family, text in (("glm45", glm), ("deepseek_v32", dsml), ("qwen3_coder", qwen)):
+        for deltas in ([text], list(text)):
+            assert json.loads(run(family, deltas).tool_calls[0].arguments) == {key: value}, family
 
 
 def test_a_string_parameter_stays_text() -> None:

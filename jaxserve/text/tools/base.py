@@ -62,6 +62,8 @@ class ToolParser(ABC):
 
     # texts that the parser must see, even if they are special tokens
     markers: ClassVar[tuple[str, ...]] = ()
+    # whether a parameter's text has a line break at each end that is not its own
+    on_own_lines: ClassVar[bool] = False
 
     def __init__(self, tools: ToolSet | None = None) -> None:
         self.tools = tools or ToolSet()
@@ -266,7 +268,7 @@ class ToolParser(ABC):
         pieces: list[str] = []
         found = yield from self.reader.copy_until(end, pieces.append, take=take, drop_partial=True)
         if found:
-            self.arguments(as_json("".join(pieces), types))
+            self.arguments(as_json(self._own_text("".join(pieces)), types))
         return found
 
     def close_parameters(self, *, first: bool) -> bool:
@@ -277,16 +279,17 @@ class ToolParser(ABC):
         return True
 
     def _text_parameter(self, end: Sequence[str], take: bool) -> Reading[str]:
-        """Stream the text as a JSON string, without one line break at each end."""
+        """Stream the text as a JSON string."""
         self.arguments('"')
-        yield from self.reader.accept("\n")
+        if self.on_own_lines:
+            yield from self.reader.accept("\n")
         held = ""
 
         def sink(piece: str) -> None:
             nonlocal held
             piece = held + piece
-            held = "\n" if piece.endswith("\n") else ""
-            piece = piece.removesuffix("\n")
+            held = "\n" if self.on_own_lines and piece.endswith("\n") else ""
+            piece = piece.removesuffix(held)
             if piece:
                 self.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
 
@@ -294,6 +297,10 @@ class ToolParser(ABC):
         if found:  # a text cut by the end of the output stays open
             self.arguments('"')
         return found
+
+    def _own_text(self, text: str) -> str:
+        """Return a parameter's text without the line breaks that are not its own."""
+        return text.removeprefix("\n").removesuffix("\n") if self.on_own_lines else text
 
 
 class _JsonCall:
@@ -372,13 +379,13 @@ def as_json(text: str, types: Collection[str] = ()) -> str:
     except (ValueError, RecursionError):
         value = _PYTHON_WORDS.get(stripped, _NO_VALUE)
     if value is _NO_VALUE:
-        return json.dumps(text.removeprefix("\n").removesuffix("\n"), ensure_ascii=False)
+        return json.dumps(text, ensure_ascii=False)
     if types and not _fits(value, types) and "string" in types:
-        return json.dumps(stripped, ensure_ascii=False)
+        return json.dumps(text, ensure_ascii=False)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        return json.dumps(stripped, ensure_ascii=False)
+        return json.dumps(text, ensure_ascii=False)
 
 
 _NO_VALUE = object()

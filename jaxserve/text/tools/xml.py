@@ -43,6 +43,7 @@ class Qwen3CoderParser(ParameterParser):
     """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"""
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    on_own_lines = True
     OPENING = "<parameter="
 
     def _calls(self) -> Reading[None]:
