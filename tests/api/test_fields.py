@@ -252,3 +252,6 @@ def test_what_sglang_and_vllm_add_to_a_choice(server: LiveServer, path: str, str
         "input_ids": seen,
         "output_ids": [11, 12, eos],
     }
+    if path == "/v1/completions":
+        (scored,) = server.post(path, body | {"stream": False, "max_tokens": 0}).json()["choices"]
+        assert scored["meta_info"]["completion_tokens"] == 0 and scored["sglext"]["output_ids"] == []

@@ -36,7 +36,8 @@ class CompletionChoices:
         self._hidden = state.engine.tokenizer.special_ids if options.hides_special else frozenset[int]()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
-        self._extra_fields = ExtraFieldWriter(self._output.extras, generation.options.request_id)
+        extras, request_id = self._output.extras, generation.options.request_id
+        self._extra_fields = ExtraFieldWriter(extras, request_id, scoring=options.scoring)
 
     def delta(self, number: int, output: RequestOutput) -> dict[str, Any]:
         """Return what `output` of prompt `number` adds to its choice."""

@@ -15,10 +15,14 @@ from jaxserve.types.output import FIRST_VERSION, joined_versions
 
 
 class ExtraFieldWriter:
-    """The extra fields of one request. For most requests `wanted` is False, and nothing else here is called."""
+    """The extra fields of one request. For most requests `wanted` is False, and nothing else here is called.
 
-    def __init__(self, fields: ExtraFields, request_id: str) -> None:
+    scoring: the engine's token is dropped, see CompletionOptions
+    """
+
+    def __init__(self, fields: ExtraFields, request_id: str, *, scoring: bool = False) -> None:
         self._fields = fields
+        self._scoring = scoring
         self._request_id = request_id
         self._output_ids: dict[tuple[int, int], list[int]] = {}
         self._candidates: dict[tuple[int, int], Candidates] = {}
@@ -29,7 +33,7 @@ class ExtraFieldWriter:
     def note(self, number: int, output: RequestOutput) -> None:
         """Collect the tokens of an output of prompt `number`."""
         key = number, output.index
-        self._output_ids.setdefault(key, []).extend(output.token_ids)
+        self._output_ids.setdefault(key, []).extend([] if self._scoring else output.token_ids)
         if output.weight_versions:
             self._versions[key] = joined_versions(self._versions.get(key, ()), output.weight_versions)
         if self._fields.sampling_mask:
