@@ -185,9 +185,9 @@ class RunnerSetup:
     def _probe_scratch(self, room: int) -> tuple[int, int]:
         """Return the temporary bytes of the largest programs, and how many more they are for each page.
 
-        They are compiled for a small KV cache, on a TPU for two, because XLA may copy it: that of heads of 64 columns
-        or the scales of 8 bits. It refuses a program there that does not fit. If a layer's pages are below 64 MB, it
-        keeps them in the fast memory, where copies do not show.
+        They are compiled for a small KV cache, on a TPU for two, because XLA may copy some of it, such as the scales
+        of 8 bits. It refuses a program there that does not fit. If a layer's pages are below 64 MB, it keeps them in
+        the fast memory, where copies do not show.
         room: bytes of all devices beside the weights
         """
         pages, length = -(-self.config.max_model_len // self.config.page_size), self.config.max_model_len

@@ -139,19 +139,25 @@ def test_cache_is_donated_through_write_and_attend(backend: Backend, platform: s
 
 
 @pytest.mark.parametrize(
-    ("backend", "platform"), [(TritonBackend(), "cuda"), (MosaicGpuBackend(), "cuda"), (TpuBackend(), "tpu")]
+    ("backend", "platform", "columns"),
+    [
+        (TritonBackend(), "cuda", 128),
+        (MosaicGpuBackend(), "cuda", 128),
+        (TpuBackend(), "tpu", 128),
+        (TpuBackend(), "tpu", 64),
+    ],
 )
 @pytest.mark.parametrize(("tensor", "expert"), [(1, 2), (2, 1)])
-def test_attention_lowers_over_devices(backend: Backend, platform: str, tensor: int, expert: int) -> None:
+def test_attention_lowers_over_devices(backend: Backend, platform: str, columns: int, tensor: int, expert: int) -> None:
     """No compiler splits a kernel by itself, also where only experts are on several devices."""
     mesh = AbstractMesh((1, tensor, expert), AXES, abstract_device=DEVICES[platform])
 
     def over(cut: P, *shape: int, dtype: DTypeLike = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cut))
 
-    cache = over(head_partition(backend), *backend.cache_shape(64, 16, 2, 128), dtype=jnp.bfloat16)
+    cache = over(head_partition(backend), *backend.cache_shape(64, 16, 2, columns), dtype=jnp.bfloat16)
     heads = P(None, "tensor", None)
-    q, new = (over(heads, 8, count, 128, dtype=jnp.bfloat16) for count in (8, 2))
+    q, new = (over(heads, 8, count, columns, dtype=jnp.bfloat16) for count in (8, 2))
     rows = over(P(), 8)
     metadata = AttentionMetadata(over(P(), 8, 4), over(P(), 9), rows, rows, rows, decode_only=True)
 

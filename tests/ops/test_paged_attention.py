@@ -152,26 +152,26 @@ EACH_PAGES = pytest.mark.parametrize("kept", [None, "int8", "float8_e4m3fn"])
 
 
 @EACH_PAGES
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_write_drops_what_has_no_slot(name: str, kept: str | None) -> None:
+@pytest.mark.parametrize(("name", "columns"), [*((name, 8) for name in LAYOUTS), ("tpu", 64)])
+def test_write_drops_what_has_no_slot(name: str, columns: int, kept: str | None) -> None:
     backend = LAYOUTS[name]
-    cache = empty_cache(backend, Case("", (), head_dim=8, page_size=4, pages=kept), 3)
-    tokens = np.arange(4 * 2 * 8, dtype=np.float32).reshape(4, 2, 8) + 1
+    cache = empty_cache(backend, Case("", (), head_dim=columns, page_size=4, pages=kept), 3)
+    tokens = np.arange(4 * 2 * columns, dtype=np.float32).reshape(4, 2, columns) % 16 + 1
     written = backend.write(
         cache, jnp.asarray(tokens), jnp.asarray(-tokens), jnp.asarray([11, 12, 2, 10**6], jnp.int32)
     )
     exported = backend.export_pages(written, jnp.arange(3, dtype=jnp.int32), 2).astype(jnp.float32)
-    pages, near = np.asarray(exported).reshape(12, 2, 2, 8), 0.07 if kept else 0
+    pages, near = np.asarray(exported).reshape(12, 2, 2, columns), 0.07 if kept else 0
     np.testing.assert_allclose(pages[11], np.stack([tokens[0], -tokens[0]], axis=1), rtol=near)
     np.testing.assert_allclose(pages[2, :, 0], tokens[2], rtol=near)
     assert np.count_nonzero(np.any(pages != 0, axis=(1, 2, 3))) == 2
 
 
 @EACH_PAGES
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_pages_have_one_common_form(name: str, kept: str | None) -> None:
+@pytest.mark.parametrize(("name", "columns"), [*((name, 64) for name in LAYOUTS), ("tpu", 80)])
+def test_pages_have_one_common_form(name: str, columns: int, kept: str | None) -> None:
     """Exported pages are the same from every backend, and come back in at other places."""
-    batch = make_batch(Case("", ((1, 30), (1, 45)), decode_only=True, pages=kept))
+    batch = make_batch(Case("", ((1, 30), (1, 45)), head_dim=columns, decode_only=True, pages=kept))
     backend, cache = LAYOUTS[name], filled_cache(LAYOUTS[name], batch)
     ids = jnp.asarray([2, 0, 1], jnp.int32)
     pages = backend.export_pages(cache, ids, 2)
@@ -180,6 +180,16 @@ def test_pages_have_one_common_form(name: str, kept: str | None) -> None:
     target = jnp.asarray([0, 10**6, 2], jnp.int32)
     moved = backend.export_pages(backend.import_pages(cache, target, pages), jnp.asarray([0, 2], jnp.int32), 2)
     assert_same(moved, jax.tree.map(lambda leaf: leaf[np.array([0, 2])], pages))
+
+
+def test_on_a_tpu_k_and_v_of_64_columns_are_one_row() -> None:
+    """XLA would copy an array of 64 columns for the kernel. Whether it copies this one, `benchmarks.compiled` shows."""
+    backend = BACKENDS["tpu"]
+    assert backend.cache_shape(9, 16, 8, 64) == (9, 1, 8, 16, 128)
+    assert backend.cache_shape(9, 16, 8, 80) == (9, 2, 8, 16, 80)
+    assert backend.cache_shape(9, 16, 1, 64, latent=True) == (9, 1, 1, 16, 64)
+    with pytest.raises(ConfigError, match="no latent rows of 128 numbers"):  # they would look the same
+        backend.cache_shape(9, 16, 1, 128, latent=True)
 
 
 def assert_same(pages: Pages, others: Pages) -> None:

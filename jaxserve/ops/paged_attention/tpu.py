@@ -1,12 +1,13 @@
 """Paged attention for TPUs in Pallas. Has not run on a TPU yet, only in Pallas' interpreter.
 
 Owns the layout [P, 2, KH, page_size, D], in which K or V of one head fills whole register tiles of a page, and one
-kernel. The grid runs over blocks of queries: one token of a row in decode, else up to `rows` rows of a product. The
-blocks' positions are prefetched scalars. So is one row of the page table at a time: the whole table of 512 rows and
-16,384 tokens has 2 MB, and the memory of scalars 1 MB. Pages are copied from HBM into two alternating buffers, so that
-the next tile is copied while this one is multiplied. The softmax is float32 (FlashAttention-2, arXiv 2307.08691).
+kernel. K and V of heads of 64 columns are one row, [P, 1, KH, page_size, 128]: XLA keeps an array of 64 columns in
+another order than the kernel reads, and would copy all of it.
 
-XLA's scatter writes K and V one row at a time, which is slow for long prefill chunks.
+The grid runs over blocks of queries: one token of a row in decode, else up to `rows` rows of a product. Their positions
+are prefetched scalars, and so is one row of the page table at a time: 512 rows of 16,384 tokens have 2 MB, and scalars
+1 MB. Pages are copied from HBM into two alternating buffers, the next tile while this one is multiplied. The softmax is
+float32 (FlashAttention-2, arXiv 2307.08691). XLA's scatter writes K and V one row at a time: slow for long prefills.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, split_slots
 from jaxserve.ops.paged_attention.ragged import (
     QueryBlocks,
@@ -55,6 +57,13 @@ class TpuBackend:
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
     ) -> tuple[int, ...]:
+        """See `Backend.cache_shape`. Raises ConfigError for latent rows that would look like K and V in one row."""
+        if latent and head_dim == LANES:
+            raise ConfigError(
+                f"the TPU's kernel has no latent rows of {LANES} numbers", fix="use runtime.attention: xla"
+            )
+        if 2 * head_dim == LANES and not latent:
+            return num_pages, 1, num_kv_heads, page_size, LANES
         return num_pages, 1 if latent else 2, num_kv_heads, page_size, head_dim
 
     def scale_shape(
@@ -69,10 +78,12 @@ class TpuBackend:
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[3])
-        rows = stored(jnp.stack([k, v][: cache.shape[1]], axis=1), cache.dtype)  # [T, 2, KH, D]
+        joined = _is_joined(cache)
+        rows = stored(jnp.stack([k, v][: 2 if joined else cache.shape[1]], axis=1), cache.dtype)  # [T, 2, KH, D]
         (values, *scales), (new, *factors) = jax.tree.leaves(cache), jax.tree.leaves(rows)
+        new = _joined(new) if joined else new
         options: Any = {"mode": "drop", "unique_indices": True}
-        if values.shape[2] == 1:
+        if 1 in values.shape[1:3]:
             written = [_with_rows(values, page, offset, new)]
         else:
             written = [values.at[page, :, :, offset].set(new, **options)]
@@ -90,9 +101,17 @@ class TpuBackend:
     ) -> jax.Array:
         """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
         layer = _Layer(cache, metadata.page_table, spec, sinks, self.tuning, self.interpret)
-        return attend_ragged(
-            q, metadata, functools.partial(_attend_last_tokens, layer), functools.partial(_attend_long_rows, layer)
+        attend = functools.partial(
+            attend_ragged,
+            metadata=metadata,
+            decode=functools.partial(_attend_last_tokens, layer),
+            extend=functools.partial(_attend_long_rows, layer),
         )
+        if not _is_joined(cache):
+            return attend(q)
+        # Zeros meet the columns of V in the scores. The result has weighted columns of K first.
+        columns = q.shape[-1]
+        return attend(jnp.pad(q, ((0, 0), (0, 0), (0, columns))))[..., columns:]
 
     def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
         """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
@@ -102,6 +121,7 @@ class TpuBackend:
             """Return the pages of leaf [P, 2, KH, page_size, D] -> [n, page_size, 2 * KH, D]."""
             pages = leaf.at[page_ids].get(mode="clip")  # [n, 2, KH, page_size, D]
             pages = pages if pages.shape[3] == size else pages.swapaxes(3, 4)
+            pages = _split(pages) if _is_joined(pages) else pages
             num, kept, _, page_size, head_dim = pages.shape
             return pages.transpose(0, 3, 2, 1, 4).reshape(num, page_size, kept * num_kv_heads, head_dim)
 
@@ -113,29 +133,44 @@ class TpuBackend:
         def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
             """Write new [n, page_size, 2 * KH, D] into leaf [P, 2, KH, page_size, D]."""
             num, page_size, rows, head_dim = new.shape
-            kept = leaf.shape[1]
-            parts = new.reshape(num, page_size, rows // kept, kept, head_dim).transpose(0, 3, 2, 1, 4)
+            kv_heads = leaf.shape[2]
+            parts = new.reshape(num, page_size, kv_heads, rows // kv_heads, head_dim).transpose(0, 3, 2, 1, 4)
             parts = parts if leaf.shape[3] == page_size else parts.swapaxes(3, 4)
+            parts = _joined(parts) if parts.shape[1] > leaf.shape[1] else parts
             return leaf.at[page_ids].set(parts.astype(leaf.dtype), mode="drop")
 
         return jax.tree.map(put, cache, pages)
 
 
-def _with_rows(pages: jax.Array, page: jax.Array, offset: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return pages [P, kept, 1, page_size, D] of one kv head with rows [T, kept, 1, D] at page and offset int32 [T].
+def _is_joined(pages: Pages) -> bool:
+    """Return whether K and V of a token are one row of pages [P, 1, KH, page_size, 2 * D]."""
+    return pages.shape[1] == 1 and pages.shape[-1] == LANES
 
-    The pages are written as the rows that they are in memory. XLA would copy all of them to another order, and back,
-    to write an array of several axes.
+
+def _joined(halves: jax.Array) -> jax.Array:
+    """Join K and V [n, 2, ..., D] to rows [n, 1, ..., 2 * D]."""
+    return jnp.concatenate([halves[:, :1], halves[:, 1:]], axis=-1)
+
+
+def _split(rows: jax.Array) -> jax.Array:
+    """Split rows [n, 1, ..., 2 * D] into K and V [n, 2, ..., D]."""
+    return jnp.concatenate(jnp.split(rows, 2, axis=-1), axis=1)
+
+
+def _with_rows(pages: jax.Array, page: jax.Array, offset: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return pages [P, kept, KH, page_size, D] with rows [T, kept, KH, D] at page and offset int32 [T].
+
+    Written as the rows that they are in memory: as an array with an axis of 1, XLA would copy all pages and back.
     """
-    _, kept, _, page_size, head_dim = pages.shape
-    half = jnp.arange(kept, dtype=jnp.int32)[None]
-    place = (page[:, None] * kept + half) * page_size + offset[:, None]
+    _, kept, kv_heads, page_size, head_dim = pages.shape
+    part = jnp.arange(kept * kv_heads, dtype=jnp.int32)[None]
+    place = (page[:, None] * (kept * kv_heads) + part) * page_size + offset[:, None]
     flat, new = pages.reshape(-1, head_dim), rows.reshape(-1, head_dim)
     return flat.at[place.reshape(-1)].set(new, mode="drop", unique_indices=True).reshape(pages.shape)
 
 
 class _Layer(NamedTuple):
-    cache: Pages  # [P, 2, KH, page_size, D], or [P, 1, ...] if V is K
+    cache: Pages  # [P, 2, KH, page_size, D], or [P, 1, ...] if V is K or joined to it
     page_table: jax.Array  # int32 [R, max_pages]
     spec: AttentionSpec
     sinks: jax.Array | None  # [N]
@@ -276,9 +311,10 @@ def _kernel(
                 yield pltpu.make_async_copy(cache_ref.at[page], buffer.at[slot, place], copied.at[slot])
 
     def scales(slot: jax.Array, half: int, head: int) -> jax.Array | None:
-        """Return the scales of a head's tile, float32 [1, tile]; None if the pages have none."""
+        """Return the scales of a head's tile, of K (0) or V (1), float32 [1, tile]; None if the pages have none."""
         if not scale_buffers:
             return None
+        half = min(half, scale_buffers[0].shape[2] - 1)
         return jnp.concatenate([scale_buffers[0][slot, place, half, head] for place in range(pages)], axis=1)
 
     def start(index: jax.Array) -> None:
@@ -311,7 +347,7 @@ def _kernel(
             k = kv_buffer[slot, :, 0, head].reshape(tile, head_dim)
             v = kv_buffer[slot, :, kept - 1, head].reshape(tile, head_dim)
             v = jnp.where(live, v, jnp.zeros_like(v))  # 0 * NaN is NaN: the page may hold another request's NaN
-            k_scale, v_scale = scales(slot, 0, head), scales(slot, kept - 1, head)
+            k_scale, v_scale = scales(slot, 0, head), scales(slot, 1, head)
             v_scale = None if v_scale is None else jnp.where(scaled, v_scale, 0.0)
             tile_of_head = _HeadTile(k, v, k_scale, v_scale, seen)
             _add_head(head, q_ref[head], tile_of_head, spec, values_ref, top_ref, total_ref)
