@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.encoder import Texts
-from jaxserve.models.loading.config.hf_config import from_hf
+from jaxserve.models.loading.config.hf_config import from_hf, read_config
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.structure import LoadedModel
 from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling
@@ -148,3 +148,18 @@ def test_real_minilm(minilm: Path) -> None:
     assert np.abs(got - golden["embeddings"]).max() < 1e-4
     nearest = (got[:6] @ got[:6].T - 2 * np.eye(6)).argmax(axis=1)
     assert nearest.tolist() == [1, 0, 3, 2, 5, 4]  # the sentences come in pairs of one meaning
+
+
+def test_a_decoder_that_sentence_transformers_saved_without_its_head(tmp_path: Path) -> None:
+    hf = TINY_LLAMA | {"architectures": ["LlamaModel"]}
+    whole = random_tensors(TINY_LLAMA)
+    bare = {name.removeprefix("model."): tensor for name, tensor in whole.items() if name != "lm_head.weight"}
+    directory = write_checkpoint(tmp_path / "bare", hf, bare)
+    with pytest.raises(ModelLoadError, match="'LlamaModel' is not supported"):
+        read_config(directory)  # it would generate text with its table of embeddings as the head
+    write_modules(directory, ["Transformer", "Pooling"], {"pooling_mode": "lasttoken"})
+    plain = load_model(write_checkpoint(tmp_path / "plain", TINY_LLAMA, whole), dtype=jnp.dtype("float32"))
+    got = load_model(directory, dtype=jnp.dtype("float32"))
+    pooling, text = read_pooling(directory, got.config), jnp.array([3, 1, 4], jnp.int32)
+    found, wanted = (dense_embedding(each.structure, pooling, each.leaves, text) for each in (got, plain))
+    np.testing.assert_array_equal(found, wanted)

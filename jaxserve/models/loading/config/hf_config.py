@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.config import GenerationDefaults, ModelConfig
-from jaxserve.models.families.registry import family_of
+from jaxserve.models.families.registry import ARCHITECTURES, family_of
 from jaxserve.models.hf_keys import (
     Json,
     architecture_of,
@@ -44,13 +44,25 @@ def read_config(directory: Path) -> ModelConfig:
 def read_config_file(file: Path) -> ModelConfig:
     """Read the ModelConfig of a config.json of any name or a GGUF file, see `read_config`."""
     generation_file = file.with_name("generation_config.json")
-    hf = _named(file, lambda: published_config(file))
+    hf = _with_head(_named(file, lambda: published_config(file)), file.with_name("modules.json").is_file())
     if hf.get("quantization_config") is None and (beside := read_quantization_beside(file)):
         hf = hf | {"quantization_config": {"quant_method": "modelopt"} | beside}
     generation = read_object(generation_file) if generation_file.is_file() else {}
     _named(file, lambda: _check_architecture(hf, file))  # first: an unknown family may lack the keys below
     config = _named(file, lambda: from_hf(hf))
     return _named(generation_file, lambda: with_generation(config, generation))
+
+
+def _with_head(hf: dict[str, Any], embeds: bool) -> dict[str, Any]:
+    """Return a config.json in which a decoder that `embeds` has the name of the one with an output head.
+
+    sentence-transformers saves it without the head, as Qwen3Model.
+    """
+    names = hf.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    whole = f"{name.removesuffix('Model')}ForCausalLM"
+    known = name.endswith("Model") and name not in ARCHITECTURES and whole in ARCHITECTURES
+    return hf | {"architectures": [whole]} if embeds and known else hf
 
 
 def _named(file: Path, read: Callable[[], T]) -> T:
