@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from jaxserve.text.events import ContentDelta, Event, ToolCallDelta, ToolCallEnd, ToolCallStart, merged
 from jaxserve.text.reader import Reading, TextReader, decode_json_string, whole_characters
 from jaxserve.text.tools.custom import InputDecoder
-from jaxserve.text.tools.schema_types import schema_types
+from jaxserve.text.tools.schema_types import as_json, schema_types
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[^\s\"'<>{}\[\]()|]{1,128}")
@@ -369,37 +369,3 @@ class _JsonCall:
         """Closing braces that the model wrote too many."""
         while (yield from self.reader.accept("}")):
             pass
-
-
-def as_json(text: str, types: Collection[str] = ()) -> str:
-    """Return a parameter's text as JSON: itself if it is JSON of an allowed type, else a string."""
-    stripped = text.strip()
-    try:
-        value = json.loads(stripped)
-    except (ValueError, RecursionError):
-        value = _PYTHON_WORDS.get(stripped, _NO_VALUE)
-    if value is _NO_VALUE:
-        return json.dumps(text, ensure_ascii=False)
-    if types and not _fits(value, types) and "string" in types:
-        return json.dumps(text, ensure_ascii=False)
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-
-
-_NO_VALUE = object()
-_PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
-_KINDS: tuple[tuple[type, set[str]], ...] = (
-    (bool, {"boolean"}),
-    (int, {"integer", "number"}),
-    (float, {"number"}),
-    (str, {"string"}),
-    (list, {"array"}),
-    (dict, {"object"}),
-)
-
-
-def _fits(value: Any, types: Collection[str]) -> bool:
-    kinds = next((names for kind, names in _KINDS if isinstance(value, kind)), {"null"})
-    return bool(kinds & set(types)) or "other" in types

@@ -1,9 +1,10 @@
-"""Which JSON types a parameter of a tool may have."""
+"""Which JSON types a parameter of a tool may have, and its text as JSON."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -61,3 +62,37 @@ def pointed(root: Any, reference: str) -> Any:
         else:
             return None
     return root
+
+
+def as_json(text: str, types: Collection[str] = ()) -> str:
+    """Return a parameter's text as JSON: itself if it is JSON of an allowed type, else a string."""
+    stripped = text.strip()
+    try:
+        value = json.loads(stripped)
+    except (ValueError, RecursionError):
+        value = _PYTHON_WORDS.get(stripped, _NO_VALUE)
+    if value is _NO_VALUE:
+        return json.dumps(text, ensure_ascii=False)
+    if types and not _fits(value, types) and "string" in types:
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+
+
+_NO_VALUE = object()
+_PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
+_KINDS: tuple[tuple[type, set[str]], ...] = (
+    (bool, {"boolean"}),
+    (int, {"integer", "number"}),
+    (float, {"number"}),
+    (str, {"string"}),
+    (list, {"array"}),
+    (dict, {"object"}),
+)
+
+
+def _fits(value: Any, types: Collection[str]) -> bool:
+    kinds = next((names for kind, names in _KINDS if isinstance(value, kind)), {"null"})
+    return bool(kinds & set(types)) or "other" in types
