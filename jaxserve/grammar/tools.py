@@ -20,7 +20,7 @@ from jaxserve.grammar.lark import ANY_TEXT, LarkWriter, one_of
 from jaxserve.grammar.schema.loose import loosened, outline
 from jaxserve.grammar.schema.parameters import is_text, parameters_of, texts_of
 from jaxserve.grammar.schema.parts import moved
-from jaxserve.grammar.translate import check_depth, closed
+from jaxserve.grammar.translate import check_depth, check_source, closed
 from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
 from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
@@ -66,6 +66,7 @@ class GrammarTool:
         schema = {**schema, "type": "object"}
         if self.strict:
             return closed(schema)
+        check_source(json.dumps(schema), "tools")  # takes less time than what follows
         check_depth(schema)
         return loosened(schema)
 

@@ -117,7 +117,8 @@ def test_a_schema_is_named_by_its_own_field(server: LiveServer) -> None:
     """A tool's was named response_format, and so was that of an answer beside tools."""
     rounded = {"type": "object", "properties": {"a": {"const": 2**60}}}
     chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
-    good, bad = ([{"type": "function", "function": {"name": "f", "parameters": each}}] for each in (SCHEMA, rounded))
+    functions = ({"name": "f", "parameters": SCHEMA}, {"name": "f", "parameters": rounded, "strict": True})
+    good, bad = ([{"type": "function", "function": function}] for function in functions)
     answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": rounded}}
     cases = [({"tools": bad, "tool_choice": "required"}, "tools"), ({"tools": bad, "response_format": answer}, "tools")]
