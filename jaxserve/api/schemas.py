@@ -13,7 +13,7 @@ from jaxserve.api.ollama.protocol import (
     OllamaGenerateRequest,
     ShowRequest,
 )
-from jaxserve.api.protocol import answers
+from jaxserve.api.protocol import answers, models
 from jaxserve.api.protocol.admin import AbortRequest
 from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest
 from jaxserve.api.protocol.chat import ChatCompletionRequest
@@ -54,8 +54,8 @@ BODIES: tuple[type[BaseModel], ...] = (
     ReadWeightsRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
-    *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion, answers.ModelList),
-    *(answers.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
+    *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion, models.ModelList),
+    *(models.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
     *(
         answers.Embeddings,
         answers.Aborted,

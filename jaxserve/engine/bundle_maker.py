@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxserve.config import Config
-from jaxserve.engine.embedding_length import for_embeddings
 from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.loader import inspect
@@ -65,7 +64,7 @@ def make_bundle(
     if structure.config.bidirectional:
         raise ConfigError("an encoder has few programs and takes no bundle", fix="start it without one")
     resolved = RunnerConfig.resolve(config, structure.config, mesh.platform, structure.activation_dtype)
-    resolved = for_embeddings(resolved, read_pooling(source, structure.config), source)
+    resolved = resolved.for_embeddings(read_pooling(source, structure.config), source)
     loaded = LoadedModel(structure, _leaves(structure, mesh), source, 0, 0.0)
     setup = RunnerSetup.of(loaded, resolved, mesh)
     plan = setup.plan(elsewhere.device_bytes if elsewhere else None)

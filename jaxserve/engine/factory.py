@@ -19,8 +19,6 @@ from jaxserve.engine.core.engine_control import EngineControl
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.core.late_start import LateStart
 from jaxserve.engine.core.page_handover import PageHandover, check_handover
-from jaxserve.engine.embedding_length import for_embeddings
-from jaxserve.engine.embedding_prompt import embedding_prompt
 from jaxserve.engine.engine_info import CPU_SHARE, ServedModel, engine_info
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
@@ -34,6 +32,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.chosen_form import choose_head, choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.config.stored_config import read_quantization
+from jaxserve.models.loading.embedding_files import embedding_prompt
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
@@ -219,7 +218,7 @@ def make_runner(
 ) -> ModelRunner | EncoderRunner:
     """Check this machine's numbers and return a runner. Raises ConfigError. agree: as of ModelRunner"""
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
-    resolved = for_embeddings(resolved, pooling, loaded.directory)
+    resolved = resolved.for_embeddings(pooling, loaded.directory)
     if config.cache.disk is not None:
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         remove_unused(config.cache.disk, config.mesh.replicas)

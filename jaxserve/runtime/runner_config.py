@@ -5,6 +5,7 @@ Owns the defaults that depend on platform and model.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxserve.cache_directory import CacheDirectoryError, opened, user_cache
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.embedding_files import text_limit
+from jaxserve.models.pooling import PoolingConfig
 from jaxserve.runtime.pages.page_file import PageFileConfig
 
 logger = logging.getLogger(__name__)
@@ -89,6 +92,15 @@ class RunnerConfig:
             compile_cache=_compile_cache(config.runtime.compile_cache),
             early=platform == "cpu" and not _waits(config),
         )
+
+    def for_embeddings(self, pooling: PoolingConfig, directory: Path) -> RunnerConfig:
+        """Return the configuration for the embeddings of a directory. A context that was configured stays.
+
+        Raises ModelLoadError for a damaged file.
+        """
+        limit = text_limit(directory, pooling) if self.shrink_context else None
+        longest = self.max_model_len if limit is None else min(self.max_model_len, limit)
+        return dataclasses.replace(self, normalize_embeddings=pooling.normalize, max_model_len=longest)
 
 
 def resolve_dtypes(name: str, platform: str, *, keeps_bfloat16: bool = False) -> tuple[jnp.dtype, jnp.dtype]:

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from jaxserve.api.protocol import answers
+from jaxserve.api.protocol import answers, models
 
 from .conftest import LiveServer
 
@@ -60,8 +60,8 @@ def test_answers_have_the_documented_shape(
 
 
 def test_the_other_answers(server: LiveServer) -> None:
-    answers.ModelList.model_validate_json(server.http.get("/v1/models").content)
-    answers.ModelAnswer.model_validate_json(server.http.get("/v1/models/demo").content)
+    models.ModelList.model_validate_json(server.http.get("/v1/models").content)
+    models.ModelAnswer.model_validate_json(server.http.get("/v1/models/demo").content)
     answers.Health.model_validate_json(server.http.get("/health").content)
     answers.Error.model_validate_json(server.http.get("/nowhere").content)
     answers.Tokenized.model_validate_json(server.post("/tokenize", {"prompt": "x"}).content)

@@ -149,7 +149,7 @@ MAX_SEGMENTS = 12  # segments of a path that is compared with the routes
 def _nearest_path(request: Request) -> str | None:
     """Return the known path that is a suffix of this one, with or without /v1: a client's base URL may be wrong.
 
-    A client of Anthropic's routes is told none of another API: /v1/messages/batches is not /v1/batches.
+    A path below one of Anthropic's routes has none of another API: /v1/messages/batches is not /v1/batches.
     """
     segments = request.url.path.split("/")[1:]
     if len(segments) > MAX_SEGMENTS:

@@ -5,7 +5,35 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from jaxserve.api.protocol.answers import Answer
 from jaxserve.types.messages import EngineInfo
+
+
+class ModelAnswer(Answer):
+    id: str
+    object: str
+    type: str  # from here on some fields are Anthropic's
+    display_name: str
+    created: int
+    created_at: str
+    lifecycle: str
+    owned_by: str
+    shutdown_date: None
+    root: str
+    parent: None
+    max_model_len: int
+    max_input_tokens: int
+    task: str  # generate, embed or classify
+    permission: list[Any]
+
+
+class ModelList(Answer):
+    object: str
+    data: list[ModelAnswer]
+    has_more: bool
+    first_id: str
+    last_id: str
+    models: list[Any]
 
 
 def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.docs.openapi import documented
-from jaxserve.api.protocol.answers import ModelAnswer, ModelList
-from jaxserve.api.protocol.models import model_object
+from jaxserve.api.protocol.models import ModelAnswer, ModelList, model_object
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.state import server_state
 

@@ -1,4 +1,4 @@
-"""The text that an embedding model's files put before each text."""
+"""What the files of sentence-transformers say of texts: the longest one, and the prompt before each."""
 
 from __future__ import annotations
 
@@ -27,3 +27,17 @@ def embedding_prompt(directory: Path, pooling: PoolingConfig) -> str:
     if prompt and pooling.kind not in ("cls", "last") and read_object(how).get("include_prompt") is False:
         raise ModelLoadError(f"{how}: 'include_prompt': false cannot be served with a default prompt")
     return prompt
+
+
+def text_limit(directory: Path, pooling: PoolingConfig) -> int | None:
+    """Return after how many tokens sentence-transformers cuts a text; None: nowhere. Raises ModelLoadError.
+
+    A model without a limit of its own has the tokenizer's.
+    """
+    file = directory / "tokenizer_config.json"
+    if "Pooling" not in sentence_modules(directory):
+        return None
+    if pooling.max_tokens is not None or not file.is_file():
+        return pooling.max_tokens
+    longest = read_object(file).get("model_max_length")
+    return longest if type(longest) is int and longest > 0 else None

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.embedding_length import for_embeddings
 from jaxserve.models.pooling import PoolingConfig
 from tests.models.checkpoints import write_modules
 from tests.runtime.conftest import CONFIG
@@ -28,9 +27,9 @@ CHOSEN = dataclasses.replace(CONFIG, max_model_len=512, shrink_context=True)
 def test_the_longest_text(of_its_own: int | None, tokenizer: dict[str, Any], longest: int, tmp_path: Path) -> None:
     pooling = PoolingConfig("cls", normalize=False, max_tokens=of_its_own)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    assert for_embeddings(CHOSEN, pooling, tmp_path).max_model_len == 512  # no model of sentence-transformers
+    assert CHOSEN.for_embeddings(pooling, tmp_path).max_model_len == 512  # no model of sentence-transformers
     write_modules(tmp_path, ["Transformer", "Pooling"], {})
-    found = for_embeddings(CHOSEN, pooling, tmp_path)
+    found = CHOSEN.for_embeddings(pooling, tmp_path)
     assert (found.max_model_len, found.normalize_embeddings) == (longest, False)
     configured = dataclasses.replace(CHOSEN, shrink_context=False)
-    assert for_embeddings(configured, pooling, tmp_path).max_model_len == 512
+    assert configured.for_embeddings(pooling, tmp_path).max_model_len == 512

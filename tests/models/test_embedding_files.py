@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.embedding_prompt import embedding_prompt
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.loading.embedding_files import embedding_prompt
 from jaxserve.models.pooling import PoolingConfig
 from tests.models.checkpoints import write_modules
 
