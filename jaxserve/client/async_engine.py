@@ -206,6 +206,7 @@ class AsyncEngine:
             deadline=options.get("deadline"),
             replica=options.get("replica"),
             continues=options.get("continues", False),
+            follows=options.get("follows", False),
         )
         given, signal = options.get("outbox"), options.get("signal")
         outputs = Outbox() if given is None else given

@@ -20,4 +20,5 @@ class GenerateOptions(TypedDict, total=False):
     signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
     replica: int | None  # the engine that computes it; default: the router chooses
     continues: bool  # a request that was accepted needs the engine again: no drain and no full queue refuses it
+    follows: bool  # an engine has answered a part of the same request; a pause that waits for requests waits for it
     outbox: Outbox | None  # the queue of unread outputs, if the caller wants to know its size

@@ -30,7 +30,7 @@ def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> Non
         await until(lambda: link.requests)
         pause = asyncio.create_task(engine.call("finish"))
         await asyncio.sleep(0.01)
-        later, step = generate(engine, "later"), generate(engine, "first", continues=True)  # as of a beam search
+        later, step = generate(engine, "later"), generate(engine, "first", follows=True)  # as of a beam search
         await until(lambda: len(link.requests) == 2)
         assert [request.client_id for request in link.requests] == ["first", "first"]
         link.give(link.ids[0], 5, STOP)
@@ -40,7 +40,7 @@ def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> Non
         link.give(link.ids[1], 6, STOP)
         assert await step == [6]
         await asyncio.sleep(0.15)
-        next_step = generate(engine, "first", continues=True)
+        next_step = generate(engine, "first", follows=True)
         await until(lambda: len(link.requests) == 3)
         assert not link.calls
         link.give(link.ids[2], 7, STOP)
@@ -50,6 +50,38 @@ def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> Non
         assert await asyncio.gather(engine.call("finish"), answered(links, "pause")) == [True, None], "it is paused"
         link.give(link.ids[3], 8, STOP)
         assert await later == [8]
+
+    run(test, count=1)
+
+
+def test_a_call_waits_for_what_came_before_it_although_another_waits_already() -> None:
+    """And of a later request with many prompts none starts, not only the first."""
+
+    async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
+        (link,) = links
+        first = generate(engine, "first")
+        await until(lambda: link.requests)
+        pauses = [asyncio.create_task(engine.call("finish"))]
+        await asyncio.sleep(0.01)
+        second = generate(engine, "second")
+        await asyncio.sleep(0.01)
+        assert len(link.requests) == 1
+        pauses.append(asyncio.create_task(engine.call("finish")))
+        await until(lambda: len(link.requests) == 2)
+        later = [generate(engine, "later"), generate(engine, "later", continues=True)]
+        link.give(link.ids[0], 5, STOP)
+        assert await first == [5]
+        await asyncio.sleep(0.2)
+        assert not link.calls and len(link.requests) == 2
+        link.give(link.ids[1], 6, STOP)
+        for _ in pauses:
+            await until(lambda: link.calls)
+            link.answer()
+        assert await asyncio.gather(*pauses) == [True, True] and await second == [6]
+        await until(lambda: len(link.requests) == 4)
+        for engine_id in link.ids[2:]:
+            link.give(engine_id, 7, STOP)
+        assert await asyncio.gather(*later) == [[7], [7]]
 
     run(test, count=1)
 

@@ -175,3 +175,18 @@ def test_no_two_updates_have_one_number_whatever_fails_or_dies_between() -> None
         assert await update("d") == {"path": "d", "version": "3", "number": 4}
 
     run(test, 1)
+
+
+def test_an_update_begins_when_the_one_before_it_has_ended() -> None:
+    """Else both had one label."""
+
+    async def test(engine: AsyncEngine, link: ReplicaLink) -> None:
+        updates = [asyncio.create_task(engine.call("update_from_directory", path=path)) for path in "ab"]
+        for path, label in ("a", "1"), ("b", "2"):
+            await until(lambda: link.calls)
+            await asyncio.sleep(0.01)
+            assert [(call.args["path"], call.args["version"]) for call in link.calls] == [(path, label)]
+            link.answer(label)
+        assert await asyncio.gather(*updates) == ["1", "2"]
+
+    run(test, 1)

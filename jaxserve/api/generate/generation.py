@@ -107,6 +107,7 @@ class Generation:
         self._outboxes: WeakSet[Outbox] = WeakSet()
         self._key = self.state.key_usages.of(self.caller.owner)
         self._is_begun = False  # the engine has got a prompt of this request
+        self._is_answered = False  # it has answered one of them
         self._weights: set[int] = set()  # numbers of those that made the last outputs
 
     def _check_size(self) -> None:
@@ -206,10 +207,11 @@ class Generation:
             await stream.aclose()
 
     def _generate(self, prompt: PromptTask) -> Stream:
-        began = time.perf_counter()
+        began, is_step = time.perf_counter(), False
 
         def generate(prompt_token_ids: list[int], params: SamplingParams) -> Stream:
-            """Send one request to the engine and return its stream."""
+            """Send one request to the engine and return its stream. A second one is sent when the first has ended."""
+            nonlocal is_step
             outbox = Outbox()
             self._outboxes.add(outbox)
             stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
@@ -224,8 +226,9 @@ class Generation:
                 signal=prompt.signal,
                 outbox=outbox,
                 continues=self._is_begun and (self.at_once is not None or prompt.run is not None),
+                follows=is_step or self._is_answered,
             )
-            self._is_begun = True
+            self._is_begun = is_step = True
             return cast("Stream", stream)
 
         return generate(prompt.prompt_token_ids, prompt.params) if prompt.run is None else prompt.run(generate)
@@ -240,6 +243,7 @@ class Generation:
     def _finished(self, number: int, output: RequestOutput) -> None:
         self.state.metrics.requests.labels(str(output.finish_reason)).inc()
         self._weights.add(output.weights)
+        self._is_answered = True
         self._note_cached(number, output)
 
     def _note_cached(self, number: int, output: RequestOutput) -> None:

@@ -25,7 +25,7 @@ from jaxserve.client.processes.roles import Roles
 from jaxserve.client.processes.supervisor import Death, EngineStatus
 from jaxserve.client.replicas.control_record import ControlRecord
 from jaxserve.client.replicas.engine_calls import changes_weights
-from jaxserve.client.replicas.finishing import finish
+from jaxserve.client.replicas.finishing import FinishingPause
 from jaxserve.client.replicas.prompt_handover import PromptHandover
 from jaxserve.client.replicas.replica import Replica, ReplicaEvents, ReplicaState
 from jaxserve.client.replicas.replica_calls import call_all
@@ -87,6 +87,8 @@ class ReplicaSet:
         self._replicas = [Replica(i, link, watchdog, live, own, roles.of(i)) for i, link in enumerate(links)]
         self._choice = ReplicaChoice(self._replicas, roles)
         self._handover = PromptHandover(live, self._choice.of_decode, self._go_on) if roles.num_prefill else None
+        self._finishing = FinishingPause(live, self._replicas, self._record)
+        self._updating = asyncio.Lock()  # updates one after the other: a label is the number of those before
         self._info: EngineInfo | None = None
         self._deadlines = HeldDeadlines(live, events.end_with_error, self.settle)
         self._watching: asyncio.Task[None] | None = None  # of the deadlines
@@ -361,10 +363,13 @@ class ReplicaSet:
         it was started before, the call is made again. `finish` is a pause that waits for requests, see finishing.py.
         """
         if method == "finish":
-            pause = functools.partial(self.call, "pause", {"mode": "retract"})
-            return await finish(self._live, self._replicas, self._record, pause)
-        if changes_weights(method):
-            args = self._record.begun_update(args)
+            return await self._finishing.finish(functools.partial(self.call, "pause", {"mode": "retract"}))
+        if not changes_weights(method):
+            return await self._call(method, args)
+        async with self._updating:
+            return await self._call(method, self._record.begun_update(args))
+
+    async def _call(self, method: str, args: dict[str, Any]) -> Any:
         outcome = await call_all(self._replicas, method, args)
         if outcome.done:
             self._record.note(method, args, next(iter(outcome.done.values())))

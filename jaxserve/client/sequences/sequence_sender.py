@@ -209,7 +209,7 @@ class SequenceSender:
 
 def has_come(sequence: LiveSequence, keys: frozenset[str]) -> bool:
     """Return whether a sequence is one of these, or goes on with a request that an engine had before."""
-    return sequence.key in keys or sequence.is_answered or sequence.request.continues
+    return sequence.key in keys or sequence.is_answered or sequence.request.follows
 
 
 def _resumed(sequence: LiveSequence) -> EngineRequest:
