@@ -197,6 +197,26 @@ def test_a_small_request_makes_no_huge_grammar(reference: str) -> None:
     assert time.thread_time() - began < 1
 
 
+def test_a_schema_that_many_references_name_is_read_once() -> None:
+    places = [
+        f"#/$defs/{''.join(f'%{ord(c):02x}' if i >> k & 1 else c for k, c in enumerate('abcdefgh'))}"
+        for i in range(256)
+    ]
+    joined = {"anyOf": [{"$ref": place} for place in places]}
+    tool = GrammarTool("f", joined | {"properties": {"x": joined}, "$defs": {"abcdefgh": {"anyOf": [{}] * 5000}}})
+    began = time.thread_time()
+    spec_of("qwen3_coder", tool)
+    assert tool.outlined.schema == {"type": "object", "properties": {"x": {}}, "required": []}
+    assert time.thread_time() - began < 1
+
+
+def test_a_reference_to_no_place_in_a_list_has_no_target() -> None:
+    for place in ("9" * 5000, "1"):
+        tool = one({"anyOf": [{"$ref": f"#/properties/x/anyOf/{place}"}]})
+        assert "$ref" not in spec_of("hermes", tool).source
+        assert tool.outlined.schema is not None
+
+
 @pytest.mark.parametrize(("family", "answer"), [("llama3_json", {"type": "object"}), ("qwen3_coder", None)])
 def test_a_schema_that_is_nested_deep_is_refused(family: str, answer: dict[str, Any] | None) -> None:
     part: dict[str, Any] = {"$ref": "#"}

@@ -55,15 +55,15 @@ def outline(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(
-    schema: Any, root: Any, seen: set[str], depth: int, needed: bool = True
+    schema: Any, root: Any, seen: set[tuple[int, bool]], depth: int, needed: bool = True
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield a schema and those that it joins, each with whether all values must satisfy it. seen: references so far"""
-    if not isinstance(schema, dict) or depth > MAX_JOIN_DEPTH:
+    """Yield a schema and those that it joins, each with whether all values must satisfy it. seen: what was yielded"""
+    if not isinstance(schema, dict) or depth > MAX_JOIN_DEPTH or (id(schema), needed) in seen:
         return
+    seen.add((id(schema), needed))
     yield schema, needed
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        seen.add(reference)
+    if isinstance(reference, str):
         yield from _parts(pointed(root, reference), root, seen, depth + 1, needed)
     for key in _JOINS:
         for part in schema[key] if isinstance(schema.get(key), list) else ():

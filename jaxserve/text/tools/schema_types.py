@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_JOIN_DEPTH = 8  # of schemas in schemas that are read
+_MAX_DIGITS = 9  # of a place in a list
 
 
 def schema_types(schema: Any, root: Any = None) -> set[str]:
@@ -17,13 +18,20 @@ def schema_types(schema: Any, root: Any = None) -> set[str]:
     root: the schema that references point into; default: the schema itself
     "other" is among them if an alternative names none, and "indirect" if a reference or allOf names them.
     """
-    return _types(schema, schema if root is None else root, set(), 0)
+    return _types(schema, schema if root is None else root, {}, 0)
 
 
-def _types(schema: Any, root: Any, seen: set[str], depth: int) -> set[str]:
-    """seen: references that were read; each is read once, because the alternatives of a loop would multiply"""
+def _types(schema: Any, root: Any, known: dict[int, set[str]], depth: int) -> set[str]:
+    """known: types by the id of a schema. Each is read once: what many references share, or a loop, would multiply."""
     if not isinstance(schema, Mapping) or depth > MAX_JOIN_DEPTH:
         return set()
+    if id(schema) not in known:
+        known[id(schema)] = set()  # in a loop
+        known[id(schema)] = _read_types(schema, root, known, depth)
+    return known[id(schema)]
+
+
+def _read_types(schema: Mapping[str, Any], root: Any, known: dict[int, set[str]], depth: int) -> set[str]:
     declared = schema.get("type")
     types = {name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)}
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
@@ -31,16 +39,15 @@ def _types(schema: Any, root: Any, seen: set[str], depth: int) -> set[str]:
     if types:
         return types
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        seen.add(reference)
-        types = _types(pointed(root, reference), root, seen, depth + 1)
+    if isinstance(reference, str):
+        types = _types(pointed(root, reference), root, known, depth + 1)
         return types and types | {"indirect"}
     for key in ("anyOf", "oneOf"):
         options = schema[key] if isinstance(schema.get(key), list) else []
         for option in itertools.filterfalse(_is_never, options):
-            types |= _types(option, root, seen, depth + 1) or {"other"}
+            types |= _types(option, root, known, depth + 1) or {"other"}
     parts = schema["allOf"] if not types and isinstance(schema.get("allOf"), list) else []
-    named = filter(None, (_types(part, root, seen, depth + 1) for part in parts))
+    named = filter(None, (_types(part, root, known, depth + 1) for part in parts))
     return types or next((found | {"indirect"} for found in named), set())
 
 
@@ -55,7 +62,7 @@ def pointed(root: Any, reference: str) -> Any:
         return None
     for part in unquote(reference[1:]).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list) and key.isdecimal() and int(key) < len(root):
+        if isinstance(root, list) and key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < len(root):
             root = root[int(key)]
         elif isinstance(root, Mapping) and key in root:
             root = root[key]
