@@ -83,6 +83,13 @@ def test_documents_are_sorted(path: str, embedder: LiveServer) -> None:
     assert answer.json()["id"].startswith("rerank-") and answer.json()["meta"]["billed_units"] == {"search_units": 1}
 
 
+def test_the_models_prompt_goes_before_texts_as_in_embeddings(server: LiveServer) -> None:
+    with serving(server, is_embedding=True, embedding_prompt="query: "):
+        answer = server.post("/v1/score", {"queries": "Paris", "documents": TEXTS}).json()
+    expected = [cosine(server, "query: Paris", f"query: {text}") for text in TEXTS]
+    np.testing.assert_allclose([each["score"] for each in answer["data"]], expected, atol=1e-6)
+
+
 def test_what_cohere_and_jina_send(embedder: LiveServer) -> None:
     cohere = {"model": "demo", **QUERY, "top_n": 2, "return_documents": False, "max_tokens_per_doc": 4096}
     results = embedder.post("/v2/rerank", cohere).json()["results"]

@@ -95,10 +95,11 @@ class PairScorer:
         return [sigmoid(x) if activated else x for x in numbers]
 
     async def _by_cosine(self, task: PairTask) -> Scores:
-        """Score by the cosine of the two embeddings. Each text is embedded once."""
-        queries, documents = task.params
-        tokens = [await whole_text(each, TextCut(), self.state, queries) for each in task.queries]
-        tokens += [await whole_text(each, TextCut(task.keep), self.state, documents) for each in task.documents]
+        """Score by the cosine of the two embeddings, as /v1/embeddings gives them. Each text is embedded once."""
+        before, (queries, documents) = self.state.engine.info.embedding_prompt, task.params
+        tokens = [await whole_text(before + each, TextCut(), self.state, queries) for each in task.queries]
+        cut = TextCut(task.keep)
+        tokens += [await whole_text(before + each, cut, self.state, documents) for each in task.documents]
         generation = self._generation([PromptTask(each, EMBED) for each in tokens])
         found = await embeddings(generation)
         scores = await self.state.encoder.run(lambda: _cosines(found, len(task.queries)), len(found) * len(found[0]))
