@@ -134,7 +134,7 @@ class BackgroundRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._queued = asyncio.Event()
-        self._is_starting = False  # whether one is taken from the queue
+        self._is_starting = False  # whether one is taken from the queue, or looked for
 
     @property
     def num_running(self) -> int:
@@ -205,8 +205,11 @@ class BackgroundRunner:
                 await self._start_next()
                 pause.end()
             except StorageError as error:
+                self._is_starting = False
                 await pause.wait(error)
             except (LeaseLostError, StoreDamagedError) as error:
+                self._is_starting = False
+                self._queued.clear()
                 logger.critical("background responses stop here: %s", error.message)
                 return
             except Exception:
@@ -216,9 +219,10 @@ class BackgroundRunner:
     async def _start_next(self) -> None:
         """Start the oldest queued response once the window has room; wait if there is none."""
         self._queued.clear()
+        self._is_starting = True
         found = await self._store.queued(1)
-        self._is_starting = bool(found)
         if not found:
+            self._is_starting = False
             await self._queued.wait()
             return
         size = found[0].size

@@ -1,11 +1,18 @@
 """Responses in the background: their states, their replay, clients that come back, and their errors."""
 
+import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from jaxserve.api.batch.request_window import RequestWindow
+from jaxserve.api.response_state.background import BackgroundRunner
+from jaxserve.api.response_state.locks import ConversationLocks
+from jaxserve.errors import DiskFullError, ServerError, StoreDamagedError
+from jaxserve.store.responses import QueuedResponse
 from tests.api.conftest import LiveServer
 
 from .conftest import create, not_found, refused, wait
@@ -118,3 +125,32 @@ def test_the_errors_of_background_responses(client: Any, server: LiveServer) -> 
     assert last.type == "response.failed" and "not found" in last.response.error.message
     assert client.responses.retrieve(name).status == "failed"
     assert {wait(client, each).status for each in blocked} == {"completed"}
+
+
+@pytest.mark.parametrize("error", [DiskFullError("no room"), StoreDamagedError("no database")])
+def test_what_is_queued_counts_while_it_is_looked_for_and_not_while_the_store_fails(error: ServerError) -> None:
+    """A model that works on nothing is unloaded, and one whose store is broken can be."""
+    counts: list[int] = []
+
+    async def main() -> None:
+        async def queued(_: int) -> list[QueuedResponse]:
+            counts.append(runner.num_running)
+            return [QueuedResponse("r", 1)]
+
+        async def start(*_: Any) -> None:
+            counts.append(runner.num_running)
+            raise error
+
+        async def nothing(*_: Any) -> tuple[()]:
+            return ()
+
+        store: Any = SimpleNamespace(recover=nothing, busy_conversations=nothing, queued=queued, start=start)
+        settings: Any = SimpleNamespace(retry_delay=60.0)
+        runner = BackgroundRunner(store, RequestWindow(lambda _: 1), ConversationLocks(), settings)
+        await runner.start()
+        await asyncio.sleep(0.01)
+        counts.append(runner.num_running)
+        await runner.stop()
+
+    asyncio.run(main())
+    assert counts == [1, 1, 0]
