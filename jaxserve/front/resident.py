@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxserve.api.protocol.models import named_object
 from jaxserve.errors import NotReadyError
 from jaxserve.front.model_plan import ModelPlan
 from jaxserve.front.model_process import ModelProcess
@@ -79,6 +80,5 @@ class Resident:
             status["progress"] = self.process.progress
         if self.exit_status is not None:
             status |= {"failed": True, "exit_code": self.exit_status}
-        plain = {"object": "model", "created": self.created, "owned_by": "jaxserve"}
-        entries = self.objects or [{"id": name, **plain} for name in self.plan.names]
+        entries = self.objects or [named_object(name, self.created) for name in self.plan.names]
         return [{**entry, "status": status} for entry in entries]

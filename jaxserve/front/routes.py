@@ -16,6 +16,7 @@ from jaxserve.api.errors.responses import ClientDisconnected
 from jaxserve.api.http.body import validated
 from jaxserve.api.ollama.protocol import API_VERSION
 from jaxserve.api.protocol.common import Body
+from jaxserve.api.protocol.models import model_list
 from jaxserve.api.respond.wire import json_response
 from jaxserve.front.resident import Resident
 from jaxserve.front.residents import Residents
@@ -63,8 +64,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/models")
 async def list_models(request: Request) -> Response:
     """List the names of all models with their states."""
-    data = [entry for resident in _residents(request).all for entry in resident.listed()]
-    return json_response({"object": "list", "data": data, "models": []})
+    return json_response(model_list([entry for each in _residents(request).all for entry in each.listed()]))
 
 
 @router.get("/v1/models/{model:path}")

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_a_path_that_no_server_has_loads_no_model(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
     run(tmp_path, {}, test)
+
+
+def test_models_are_listed_as_openai_and_anthropic_list_them(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient) -> None:
+        found = (await client.get("/v1/models")).json()
+        assert (found["has_more"], found["first_id"], found["last_id"]) == (False, "a", "idle")
+        model = (await client.get("/v1/models/idle")).json()
+        assert model == found["data"][1] and model["status"]["value"] == "unloaded"
+        assert (model["object"], model["type"], model["display_name"]) == ("model", "model", "idle")
+        assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+
+    run(tmp_path, {"a": ModelServer({})}, test)
 
 
 def test_every_route_of_a_models_server_is_forwarded() -> None:

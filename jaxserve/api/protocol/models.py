@@ -36,8 +36,8 @@ class ModelList(Answer):
     models: list[Any]
 
 
-def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
-    """Build the model object of OpenAI and of Anthropic in one, with the fields that vLLM adds and the model's task."""
+def named_object(name: str, created: int) -> dict[str, Any]:
+    """Build the model object of OpenAI and of Anthropic in one, with what is known of a model that is not loaded."""
     return {
         "id": name,
         "object": "model",
@@ -47,6 +47,12 @@ def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "owned_by": "jaxserve",
+    }
+
+
+def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
+    """Build the model object with the fields that vLLM adds and the model's task."""
+    return named_object(name, created) | {
         "shutdown_date": None,
         "root": info.model_path,
         "parent": None,
@@ -55,3 +61,11 @@ def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
         "task": info.task,
         "permission": [],
     }
+
+
+def model_list(data: list[dict[str, Any]]) -> dict[str, Any]:
+    """Build the list of OpenAI and of Anthropic in one. data: at least one model object"""
+    # Codex looks for `models`, its own form of a list. Without entries it keeps its own prompt and settings; an entry
+    # that has no prompt would replace them.
+    ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's
+    return {"object": "list", "data": data, **ends, "models": []}

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.docs.openapi import documented
-from jaxserve.api.protocol.models import ModelAnswer, ModelList, model_object
+from jaxserve.api.protocol.models import ModelAnswer, ModelList, model_list, model_object
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.state import server_state
 
@@ -19,11 +19,7 @@ async def list_models(request: Request) -> Response:
     """List the names under which the model is served."""
     state = server_state(request)
     info = state.engine.info
-    data = [model_object(name, info, state.created) for name in info.served_names]
-    # Codex looks for `models`, its own form of a list. Without entries it keeps its own prompt and settings; an entry
-    # that has no prompt would replace them.
-    ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's
-    return json_response({"object": "list", "data": data, **ends, "models": []})
+    return json_response(model_list([model_object(name, info, state.created) for name in info.served_names]))
 
 
 @router.get("/v1/models/{model:path}", **documented(ModelAnswer))
