@@ -23,13 +23,19 @@ async def answered(links: tuple[ReplicaLink, ...], method: str, result: Any = No
         link.answer(result)
 
 
+async def begun(engine: AsyncEngine, link: ReplicaLink) -> tuple[asyncio.Task[list[int]], asyncio.Task[Any]]:
+    """Send the request "first", then call `finish`. Returns the tasks of both."""
+    first = generate(engine, "first")
+    await until(lambda: link.requests)
+    pause = asyncio.create_task(engine.call("finish"))
+    await asyncio.sleep(0.01)
+    return first, pause
+
+
 def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> None:
     async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
         (link,) = links
-        first = generate(engine, "first")
-        await until(lambda: link.requests)
-        pause = asyncio.create_task(engine.call("finish"))
-        await asyncio.sleep(0.01)
+        first, pause = await begun(engine, link)
         later, step = generate(engine, "later"), generate(engine, "first", follows=True)  # as of a beam search
         await until(lambda: len(link.requests) == 2)
         assert [request.client_id for request in link.requests] == ["first", "first"]
@@ -59,14 +65,11 @@ def test_a_call_waits_for_what_came_before_it_although_another_waits_already() -
 
     async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
         (link,) = links
-        first = generate(engine, "first")
-        await until(lambda: link.requests)
-        pauses = [asyncio.create_task(engine.call("finish"))]
-        await asyncio.sleep(0.01)
+        first, pause = await begun(engine, link)
         second = generate(engine, "second")
         await asyncio.sleep(0.01)
         assert len(link.requests) == 1
-        pauses.append(asyncio.create_task(engine.call("finish")))
+        pauses = [pause, asyncio.create_task(engine.call("finish"))]
         await until(lambda: len(link.requests) == 2)
         later = [generate(engine, "later"), generate(engine, "later", continues=True)]
         link.give(link.ids[0], 5, STOP)
@@ -89,10 +92,7 @@ def test_a_call_waits_for_what_came_before_it_although_another_waits_already() -
 def test_it_is_given_up_when_steps_are_to_run_again() -> None:
     async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
         (link,) = links
-        first = generate(engine, "first")
-        await until(lambda: link.requests)
-        pause = asyncio.create_task(engine.call("finish"))
-        await asyncio.sleep(0.01)
+        first, pause = await begun(engine, link)
         later = generate(engine, "later")
         await asyncio.gather(engine.call("resume"), answered(links, "resume"))
         assert await pause is False

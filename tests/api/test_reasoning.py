@@ -1,0 +1,96 @@
+"""Reasoning in chat, beside content and calls: streamed and whole are equal, whatever the model writes."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxserve.config import Config
+
+from .conftest import LiveServer, reply_with
+from .test_tools import CALL, CALLED, MESSAGES, WEATHER, both
+
+
+def test_reasoning(server: LiveServer, client: Any) -> None:
+    reply_with(server, "<think>\nTwo and two\nis four.\n</think>\n\nIt is 4.")
+    whole, _ = both(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}, "separate_reasoning": True})
+    message = whole.choices[0].message
+    assert message.reasoning_content == "Two and two\nis four." and message.content == "It is 4."
+    usage = whole.usage
+    expected = len(server.link.tokenizer.encode("<think>\nTwo and two\nis four.\n</think>\n\n"))
+    assert abs(usage.completion_tokens_details.reasoning_tokens - expected) <= 1
+    whole, _ = both(client, extra_body={"separate_reasoning": False})
+    assert whole.choices[0].message.content.startswith("<think>")
+    assert whole.choices[0].message.reasoning_content is None
+    whole, _ = both(client, extra_body={"include_reasoning": False})
+    assert whole.choices[0].message.reasoning_content is None and whole.choices[0].message.content == "It is 4."
+    whole, chunks = both(client, extra_body={"stream_reasoning": False})
+    pieces = [c.choices[0].delta for c in chunks[:-1] if c.choices[0].delta.reasoning_content]
+    assert [piece.reasoning_content for piece in pieces] == ["Two and two\nis four."]
+
+
+def test_reasoning_then_a_call_with_logprobs(server: LiveServer, client: Any) -> None:
+    reply_with(server, f"<think>hm</think>{CALL}")
+    whole, chunks = both(client, tools=[WEATHER], logprobs=True, n=2)
+    message = whole.choices[1].message
+    assert message.reasoning_content == "hm" and len(message.tool_calls) == 1
+    entries = whole.choices[1].logprobs.content
+    assert len(entries) == whole.usage.completion_tokens / 2
+    streamed = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == 1 and c.choices[0].logprobs]
+    assert [entry for part in streamed for entry in part.logprobs.content] == entries
+
+
+def test_no_thinking_gives_none(server: LiveServer, client: Any) -> None:
+    reply_with(server, "It is 4.")
+    whole, _ = both(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert whole.choices[0].message.reasoning_content is None
+
+
+THOUGHT = "<think>hm</think>Yes."
+
+
+@pytest.mark.parametrize("text", [THOUGHT, "Yes.", f"<think>hm</think>{CALL}"])
+@pytest.mark.parametrize("extra", [{}, {"logprobs": True}, {"stream_reasoning": False}, {"include_reasoning": False}])
+def test_one_name_for_the_reasoning_and_it_is_always_there(
+    server: LiveServer, text: str, extra: dict[str, Any]
+) -> None:
+    reply_with(server, text)
+    body = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], **extra}
+    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    response = server.post("/v1/chat/completions", body | {"stream": True})
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in response.text.split("\n\n")[:-2]]
+    assert len(deltas) > 2
+    for each in (message, *deltas):
+        assert "reasoning_content" in each and "reasoning" not in each
+    expected = "hm" if "hm" in text and extra != {"include_reasoning": False} else None
+    assert message["reasoning_content"] == expected
+    assert ("".join(delta["reasoning_content"] or "" for delta in deltas) or None) == expected
+
+
+def test_vllms_name_for_the_reasoning_by_an_option() -> None:
+    with LiveServer(Config().replace(server={"reasoning_field": "both"})) as server:
+        reply_with(server, THOUGHT)
+        body = {"model": "demo", "messages": MESSAGES}
+        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"] == "hm"
+        response = server.post("/v1/chat/completions", body | {"stream": True})
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in response.text.split("\n\n")[:-2]]
+        assert all(delta["reasoning"] == delta["reasoning_content"] for delta in deltas)
+
+
+def test_both_names_of_the_reasoning_are_read(server: LiveServer) -> None:
+    prompts = []
+    for name in ("reasoning", "reasoning_content"):
+        answer = {"role": "assistant", "content": None, "tool_calls": [CALLED], name: "hm hm"}
+        result = {"role": "tool", "tool_call_id": "c", "content": "sun"}
+        body = {"model": "demo", "messages": [*MESSAGES, answer, result], "tools": [WEATHER]}
+        assert server.post("/v1/chat/completions", body).status_code == 200
+        prompts.append(server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids))
+    assert prompts[0] == prompts[1] and "hm hm" in prompts[0]
+
+
+def test_an_open_thought_cut_by_length(server: LiveServer, client: Any) -> None:
+    reply_with(server, "<think>one two three four five six seven")
+    whole, _ = both(client, max_tokens=4)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.choices[0].message.content is None and whole.choices[0].message.reasoning_content
