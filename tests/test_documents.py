@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "llms.txt", *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+PAGES = [ROOT / "llms.txt", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 PAGES.remove(ROOT / "CHANGELOG.md")  # it may name what a later version has removed
 ROOMS = "|".join(path.name for path in (ROOT / "jaxserve").iterdir() if path.is_dir())
 

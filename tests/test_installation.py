@@ -42,7 +42,7 @@ def test_every_hint_is_made_by_the_function() -> None:
     for path in (ROOT / "jaxserve").rglob("*.py"):
         if path.name != "installation.py":
             assert not re.search(r"pip install '|jaxserve\[", path.read_text(encoding="utf-8")), path
-    for path in [ROOT / "README.md", ROOT / "BENCHMARKS.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [ROOT / "README.md", ROOT / "BENCHMARKS.md", *(ROOT / "docs").rglob("*.md")]:
         text = path.read_text(encoding="utf-8")
         assert "jaxserve[" not in text, path
         extras = set(re.findall(rf"(?:{DISTRIBUTION}|\.)\[([a-z]+)\]'", text))

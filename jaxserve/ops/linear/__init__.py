@@ -2,7 +2,7 @@
 
 That is an XLA dot, or on a CPU the C kernel of `ops.native`. For quantised weights it is `few_bits` on a GPU and
 `few_bits_tpu` on a TPU, and `rounded` on both. Weights keep the checkpoint's layout, [out, in].
-BENCHMARKS.md, "Tried and rejected", has the measurements behind the choice.
+docs/experiments/rejected.md has the measurements behind the choice.
 """
 
 from __future__ import annotations
