@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import re2
 
 Method = Literal["int-quantized", "pack-quantized", "gptq", "awq", "gguf", "fp8", "mxfp4"]
 
@@ -83,7 +85,7 @@ class StoredForm:
             return module not in self.type_of
         if self.found is not None:
             return module not in self.found
-        return bool(self.wide) and self._wide.search(module) is not None
+        return any(pattern.search(module) is not None for pattern in self._wide)
 
     def not_held(self) -> list[str]:
         """Return the types of GGUF's modules that are not kept in few bits."""
@@ -109,12 +111,26 @@ class StoredForm:
         return dict(self.types)
 
     @cached_property
-    def _wide(self) -> re.Pattern[str]:
-        return re.compile("|".join(self.wide))
+    def _wide(self) -> list[Any]:
+        """The expressions of `wide`: one of RE2, or several if RE2 does not read all of them together."""
+        if not self.wide:
+            return []
+        whole = linear_pattern("|".join(self.wide))
+        return [whole] if whole is not None else [linear_pattern(each) or re.compile(each) for each in self.wide]
 
     def num_groups(self, depth: int) -> int:
         """Return the number of groups of a row of `depth` numbers."""
         return 1 if self.group is None else -(-depth // self.group)
+
+
+def linear_pattern(source: str) -> Any:
+    """Return a compiled expression of RE2, which is searched in linear time; None: RE2 does not read it."""
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(source, options)
+    except re2.error:
+        return None
 
 
 def _widest(types: Iterable[str]) -> tuple[int, int, bool]:

@@ -49,7 +49,10 @@ def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Branche
             whole.branches += 1
             position += 1
             continue
+        # nothing behind a look-ahead goes back into it, so one at the beginning is as a pattern of its own
+        alone = depth == 0 and not branch.repeats and pattern.startswith(("(?!", "(?="), position)
         position, inner = _atom(pattern, position, depth)
+        inner = _Branches() if alone else inner
         match = _QUANTIFIER.match(pattern, position)
         least, endless = _bounds(match) if match else (1, False)
         position = match.end() if match else position

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading.config.hf_config import read_config
+from jaxserve.models.loading.config.stored_config import read_stored_form
 from jaxserve.models.loading.loader import build, load_model
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.weight_sources import source_of
@@ -209,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (edited(compressed(4, 32), sparsity_config={"format": "sparse"}), "'format' of a quantised checkpoint is 'sparse'"),
     (edited(compressed(4, 32), transform_config=transforms("weight_input", "input")), "'location' of a quantised"),
     (edited(compressed(4, 32), ignore=["re:("]), "'ignore' has no regular expression"),
-    (edited(compressed(4, 32), ignore=["re:(a+)+$"]), "'ignore' has no regular expression"),
+    (edited(compressed(4, 32), ignore=["re:(?!b)(a+)+$"]), "'ignore' has no regular expression"),
     (edited(compressed(4, 32), ignore="lm_head"), "'ignore' must be a list of names"),
     (edited(compressed(4, 32), config_groups={}), "'config_groups' has 0 groups"),
     (edited(compressed(4, 32), config_groups={"a": 1}), "'config_groups' must be an object of objects"),
@@ -228,6 +230,46 @@ def test_what_is_not_computed_is_refused_by_name(form: dict[str, Any], message: 
     with pytest.raises(ModelLoadError) as error:
         read_config(tmp_path)
     assert message in str(error.value)
+
+
+# entries of published lists, and the modules of a layer that each leaves as they are
+IGNORED = {
+    "re:.*self_attn.*": ["model.layers.0.self_attn.q_proj"],
+    "re:.*shared_experts.*": ["model.layers.0.mlp.shared_experts.up_proj"],
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*": ["model.layers.0.mlp.up_proj"],
+    r"re:.*layers\.0\..*": [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.shared_experts.up_proj",
+        "model.layers.0.mlp.experts.1.up_proj",
+        "model.layers.0.mlp.up_proj",
+    ],
+    r"re:.*\.(q|k|v|o)_proj$|.*lm_head.*": ["model.layers.0.self_attn.q_proj"],
+    "re:.*mlp.*experts.*[0-9]+.*up.*": ["model.layers.0.mlp.experts.1.up_proj"],
+    "re:(?!.*experts).*": ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"],
+    "re:(a+)+$": [],
+    "model.layers.0.self_attn*": ["model.layers.0.self_attn.q_proj"],
+    "model.layers.[!1-9].mlp.up?proj": ["model.layers.0.mlp.up_proj"],
+    "layers.0.mlp.up_proj": [],
+}
+MODULES = IGNORED[r"re:.*layers\.0\..*"]
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
+@pytest.mark.parametrize("entry", IGNORED)
+def test_entries_of_published_lists_are_read(entry: str, method: str) -> None:
+    form = compressed(4, 32) if method == "compressed-tensors" else {"quant_method": "fp8"}
+    read = read_stored_form(form | {"ignore": ["lm_head", entry]})
+    assert read is not None
+    assert sorted(module for module in MODULES if read.is_wide(module)) == sorted(IGNORED[entry])
+    assert read.is_wide("lm_head")
+
+
+def test_a_name_is_matched_in_linear_time() -> None:
+    read = read_stored_form(compressed(4, 32) | {"ignore": ["re:" + ".*a" * 12 + "b"]})
+    assert read is not None
+    began = time.monotonic()
+    assert not read.is_wide("a" * 400)
+    assert time.monotonic() - began < 5
 
 
 def test_a_mixture_is_refused_by_name(tmp_path: Path) -> None:

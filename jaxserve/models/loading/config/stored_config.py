@@ -6,7 +6,6 @@ configuration of FP8 tells it for a plan without files.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.hf_keys import Json, shown
 from jaxserve.models.loading.file_formats.gguf_model import published_config
-from jaxserve.models.stored_form import StoredForm
+from jaxserve.models.stored_form import StoredForm, linear_pattern
 from jaxserve.ops.quantized import BLOCK
 from jaxserve.text.regex_guard import check_pattern
 
@@ -23,6 +22,7 @@ _INTEGER_FORMATS = ("int-quantized", "pack-quantized")
 _FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense")
 _IGNORED = ("ignore", "exclude_modules")
 _PERMUTED = ("group", "dynamic")  # the words of `actorder` for groups that are not successive inputs
+_GLOB = re.compile(r"\[!?[\w.-]+\]|.", re.DOTALL)
 _BY = re.compile(r"\d{1,7}x\d{1,7}")
 
 
@@ -236,12 +236,24 @@ def _module_pattern(name: str) -> str:
 def _pattern(name: str) -> str:
     """Return a regular expression of an entry of compressed-tensors' `ignore`: a name, or re: and an expression.
 
-    * and ? of a name stand for any characters, as in modelopt's entries.
+    * and ? of a name stand for any characters, as in modelopt's entries. Raises ValueError for an expression that is
+    damaged, or that is slow on some names: RE2 is never slow, but lacks look-around.
     """
     if not name.startswith("re:"):
-        return f"^{fnmatch.translate(name)}"
+        return f"^{_GLOB.sub(_of_glob, name)}$"
+    source = f"^(?:{name[3:]})"
+    if linear_pattern(source) is not None:
+        return source
     try:
         check_pattern(name[3:])
-        return re.compile(f"^(?:{name[3:]})").pattern
+        return re.compile(source).pattern
     except (re.error, ValueError) as error:
         raise ValueError(f"'ignore' has no regular expression in {shown(name)}: {error}") from None
+
+
+def _of_glob(match: re.Match[str]) -> str:
+    """Return the regular expression of a character or a set of characters of a glob."""
+    text = match[0]
+    if len(text) > 1:
+        return f"[^{text[2:]}" if text[1] == "!" else text
+    return {"*": ".*", "?": "."}.get(text, re.escape(text))
