@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.cache import CachedGrammar, GrammarCache
-from jaxserve.grammar.translate import translate
+from jaxserve.grammar.translate import HIDDEN, shown_names, translate
 from jaxserve.grammar.worker import build_tokenizer, parser_limits
 from jaxserve.types.sampling import GrammarSpec
 
@@ -171,7 +171,8 @@ class TokenBytes:
         self._crossing: dict[bytes, dict[bytes, np.ndarray]] = {}  # by marker; a server uses few markers
 
     def __call__(self, token_id: int) -> bytes:
-        return self._tokenizer.decode_bytes([token_id])
+        data = self._tokenizer.decode_bytes([token_id])
+        return data.replace(HIDDEN.encode(), b"") if self.is_special(token_id) else data
 
     def is_special(self, token_id: int) -> bool:
         return self._tokenizer.is_special_token(token_id)
@@ -258,7 +259,7 @@ class MatcherFactory:
         began = time.thread_time()
         matcher = llguidance.LLMatcher(tokenizer, translate(spec), log_level=0, limits=parser_limits())
         if matcher.is_error():
-            reason = matcher.get_error().split("<state>")[0].strip()
+            reason = shown_names(matcher.get_error().split("<state>")[0].strip())
             raise InvalidSchemaError(f"this grammar cannot be enforced: {reason}", param="response_format")
         return CachedGrammar(matcher, spec.source, time.thread_time() - began)
 

@@ -25,6 +25,9 @@ MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_ALTERNATIVES = 4096
 MAX_INTEGER = 2**53  # of enum and const: llguidance rounds larger ones, and crashes at some near -2**63
+HIDDEN = "\ufdd0"  # a noncharacter of Unicode, not allowed in interchange
+# a special token's name in a Lark grammar, or what may contain the same characters: a comment, a text, a pattern
+_LARK_NAME = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(?P<name><(?!\[)[^<>\s]+>)')
 # white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
@@ -167,7 +170,21 @@ def _regex(source: str) -> str:
 
 
 def _lark(source: str) -> str:
-    return llguidance.LLMatcher.grammar_from_lark(source)
+    return llguidance.LLMatcher.grammar_from_lark(_LARK_NAME.sub(_hidden, source))
+
+
+def _hidden(piece: re.Match[str]) -> str:
+    return hidden_name(piece[0]) if piece["name"] else piece[0]
+
+
+def hidden_name(text: str) -> str:
+    """Return the name by which matchers know a special token, which no text of a client spells."""
+    return f"{text[:-1]}{HIDDEN}{text[-1:]}"
+
+
+def shown_names(message: str) -> str:
+    """Return llguidance's message with the names of special tokens as the client wrote them."""
+    return message.replace(HIDDEN, "").replace(r"\u{fdd0}", "")
 
 
 def _ebnf(source: str) -> str:

@@ -7,19 +7,21 @@ only exhaust or crash its own child. Forking shares the tokenizer, which is buil
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import resource
 import select
 import signal
 import sys
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import llguidance
 import llguidance.numpy
 import msgspec
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.translate import translate
+from jaxserve.grammar.translate import hidden_name, shown_names, translate
 from jaxserve.transport.child_frames import frame, limit_memory, read_frame, take_pipes, write
 from jaxserve.types.sampling import GrammarSpec
 
@@ -66,6 +68,8 @@ class Verdict(msgspec.Struct, tag=True):
     failed: bool = False
 
 
+_END_NAMES = frozenset({"</s>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>"})
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # sentencepiece writes characters without a piece in them
 _SETUP = msgspec.msgpack.Decoder(GrammarSetup)
 _MESSAGE = msgspec.msgpack.Decoder(Check | Cancel)
 
@@ -83,9 +87,45 @@ def parser_limits() -> llguidance.LLParserLimits:
 
 
 def build_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> llguidance.LLTokenizer:
-    """vocab_size is the model's, which may be padded beyond the tokenizer's."""
-    eos = eos_token_ids or None
-    return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+    """Return the tokenizer for matchers. No text becomes a special token in it; a grammar names one by its id or name.
+
+    vocab_size: the model's, which may be padded beyond the tokenizer's
+    eos_token_ids: if empty, the ids of tokens whose texts usually end an output
+    """
+    text, ends = _with_hidden_tokens(tokenizer_json)
+    return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or ends or None)
+
+
+def _with_hidden_tokens(tokenizer_json: str) -> tuple[str, list[int]]:
+    """Return tokenizer.json with other names for its special tokens, and the ids of those that usually end an output.
+
+    llguidance tokenizes the text that a grammar prescribes, and expects exactly these tokens. Under its own name a
+    special token, whose characters are no text to the grammar, would be among them wherever a client's text spells it.
+    """
+    tree = json.loads(tokenizer_json)
+    special = [token for token in tree["added_tokens"] if _is_special(token)]
+    ends = [token["id"] for token in special if token["content"] in _END_NAMES]
+    names = {token["content"]: hidden_name(token["content"]) for token in special}
+    for token in special:
+        token |= {"content": names[token["content"]], "special": True}
+    model = tree["model"]
+    if isinstance(vocab := model["vocab"], dict):
+        model["vocab"] = {names.get(text, text): i for text, i in vocab.items()}
+    else:  # Unigram's pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [
+            pair for pair in model["merges"] if "".join(pair) not in names and names.keys().isdisjoint(pair)
+        ]
+    return json.dumps(tree, ensure_ascii=False), ends
+
+
+def _is_special(token: dict[str, Any]) -> bool:
+    """Return whether llguidance treats the characters of an added token as no text."""
+    text = token["content"]
+    return (token["special"] or (text.startswith("<") and text.endswith(">"))) and not _BYTE_TOKEN.fullmatch(text)
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> str:
@@ -95,7 +135,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> str
         raise InvalidSchemaError(f"the grammar becomes larger than {MAX_GRAMMAR_BYTES} bytes")
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=parser_limits())
     if is_error:
-        raise InvalidSchemaError("; ".join(messages))
+        raise InvalidSchemaError(shown_names("; ".join(messages)))
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     bitmask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
     if not matcher.is_error():
@@ -110,7 +150,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> str
 def _first_line(error: str) -> str:
     if "NoExtension" in error:
         return "no text matches the grammar"
-    return error.split("<state>")[0].strip().split("\n")[0]
+    return shown_names(error.split("<state>")[0].strip().split("\n")[0])
 
 
 class _Child:

@@ -2,12 +2,15 @@
 
 import json
 import random
+import re
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE, Unigram
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.bitmask import BitmaskFiller
@@ -310,3 +313,86 @@ def test_white_space_is_bounded(factory: MatcherFactory, tokenizer: Tokenizer) -
     for _ in range(20):
         text = sample(factory(OBJECT), tokenizer, rng)
         assert text is None or set(json.loads(text)) == {"a"}
+
+
+def written(matcher: GrammarMatcher, tokenizer: Tokenizer, text: str, size: int) -> list[int]:
+    """Return the tokens of `text`, of which each is the longest that the mask allows and that continues it."""
+    rest, ids = text.encode(), []
+    specials = tokenizer.special_ids | special_tokens(tokenizer).keys()
+    while rest:
+        allowed = mask(matcher, -(-size // 32))
+        found = [i for i in allowed if (data := tokenizer.token_bytes(i)) and rest.startswith(data)]
+        best = max((i for i in found if i not in specials), key=lambda i: len(tokenizer.token_bytes(i)), default=None)
+        assert best is not None and not specials & set(found), (text, rest, found)
+        assert matcher.accept(best), (text, rest, matcher.error)
+        ids.append(best)
+        rest = rest.removeprefix(tokenizer.token_bytes(best))
+    return ids
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    added = {i: token.content for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    return {i: text for i, text in added.items() if i in tokenizer.special_ids or text[0] + text[-1] == "<>"}
+
+
+def spelled(tag: str) -> list[tuple[GrammarSpec, str]]:
+    """Constraints whose text spells a special token, and an output of each."""
+    closed = {"type": "object", "additionalProperties": False}
+    return [
+        (choice_spec([tag]), tag),
+        (choice_spec([f"a {tag} b", "ab"]), f"a {tag} b"),
+        (schema_spec({"const": f"x{tag}y"}), json.dumps(f"x{tag}y")),
+        (schema_spec({"enum": [tag, f"{tag}{tag}"]}), json.dumps(tag + tag)),
+        (schema_spec({"type": "string", "pattern": f"^{re.escape(tag)}[0-9]$"}), f'"{tag}7"'),
+        (schema_spec({**closed, "properties": {tag: {"const": 1}}, "required": [tag]}), f'{{"{tag}": 1}}'),
+        (GrammarSpec(kind="regex", source=re.escape(tag) + "+[0-9]"), f"{tag}4"),
+        (grammar_spec(f'root ::= "é" {json.dumps(tag)} "x"'), f"é{tag}x"),
+        (grammar_spec(f"start: {json.dumps(tag)} // <think>\n"), tag),
+    ]
+
+
+def check_spelled_tokens(tokenizer: Tokenizer, every: int = 1) -> None:
+    size = tokenizer.vocab_size
+    factory = MatcherFactory(tokenizer.to_json(), vocab_size=size, eos_token_ids=tokenizer.eos_token_ids or (0,))
+    for tag in list(special_tokens(tokenizer).values())[::every]:
+        for spec, text in spelled(tag):
+            matcher = factory(spec)
+            written(matcher, tokenizer, text, size)
+            assert matcher.is_accepting, (spec.kind, text)
+
+
+def test_forced_text_that_spells_a_special_token_is_written_in_ordinary_ones(tokenizer: Tokenizer) -> None:
+    check_spelled_tokens(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2.5", "smollm2", "minimind", "gpt2"])
+def test_forced_text_with_published_tokenizers(shared_data: Path, name: str) -> None:
+    check_spelled_tokens(Tokenizer.from_directory(shared_data / "tokenizers" / name), every=9)
+
+
+@pytest.mark.parametrize("model", ["unigram", "pieces"])
+def test_forced_text_with_sentencepiece_vocabularies(model: str) -> None:
+    """`</s>` and the unknown token are pieces of the model too, and merges may make them."""
+    letters = [chr(i) for i in range(33, 127)]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *letters, "▁", "s>", "</"]
+    merges = [("s", ">"), ("<", "/"), ("</", "s>")]
+    if model == "unigram":
+        backend = Backend(Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], 0, byte_fallback=True))
+    else:
+        vocab = {piece: i for i, piece in enumerate(pieces)}
+        backend = Backend(BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    check_spelled_tokens(Tokenizer(backend, {"eos_token": "</s>", "unk_token": "<unk>"}))
+
+
+def test_a_grammar_still_names_special_tokens(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    """By name or id, outside of texts, patterns and comments."""
+    call = tokenizer.token_to_id("<tool_call>")
+    for source in (f'start: <[{call}]> "a"', 'start: <tool_call> "a"', '// "\nstart: <tool_call> /[<]x>|a/'):
+        matcher = factory(grammar_spec(source))
+        assert call is not None and mask(matcher) == {call}
+        assert matcher.accept(call) and feed(matcher, tokenizer, "a") and matcher.is_accepting
+    with pytest.raises(InvalidSchemaError, match="<nothing>"):
+        factory(grammar_spec("start: <nothing>"))
