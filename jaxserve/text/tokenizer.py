@@ -21,19 +21,22 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import tokenizers
-from tokenizers import normalizers
+from tokenizers import AddedToken, normalizers
 from tokenizers.models import BPE
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import MAX_BYTES, MAX_TEMPLATE_BYTES, gguf_file, read_object, read_text
 from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.text.shield import SHIELD, Shield
-from jaxserve.text.tokenizer_limits import refuse_costly
+from jaxserve.text.tokenizer_limits import MAX_ADDED, refuse_costly
 
 LONG_TEXT = 4096  # characters
 LONGEST_GAP = 1024  # ids without a token
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+# the roles of special tokens, in the order in which transformers adds them, and the keys of further ones
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
 
 DecoderKind = Literal["byte_level", "byte_fallback", "other"]
 
@@ -95,10 +98,10 @@ class Tokenizer:
             return cls._from_gguf(file)
         config = _read_json(path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # an older form, whose special tokens are in a file of their own
-            config |= _special_tokens(path / "special_tokens_map.json")
+            config |= _special_tokens(path / "special_tokens_map.json", config)
         eos_ids = _eos_ids(path / "generation_config.json") + _eos_ids(path / "config.json")
         templates = _chat_templates(path, config)
-        return cls(_load_backend(path), config, chat_templates=templates, extra_eos_ids=eos_ids)
+        return cls(_load_backend(path, config), config, chat_templates=templates, extra_eos_ids=eos_ids)
 
     @classmethod
     def _from_gguf(cls, file: Path) -> Self:
@@ -287,10 +290,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
-    """Read special_tokens_map.json: {name: text}, without its lists."""
-    texts = {name: _token_text(value) for name, value in _read_json(path).items() if isinstance(value, str | dict)}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Read special_tokens_map.json: {name: text}, and its list of other special tokens if `config` has none."""
+    found = _read_json(path)
+    texts = {name: _token_text(value) for name, value in found.items() if isinstance(value, str | dict)}
+    special: dict[str, Any] = {name: text for name, text in texts.items() if isinstance(text, str)}
+    more = [found.get(key) for key in _MORE_SPECIAL if isinstance(found.get(key), list)]
+    if more and not any(config.get(key) for key in _MORE_SPECIAL):
+        special[_MORE_SPECIAL[0]] = more[0]
+    return special
 
 
 def _eos_ids(path: Path) -> list[int]:
@@ -301,7 +309,8 @@ def _eos_ids(path: Path) -> list[int]:
     return ids
 
 
-def _load_backend(path: Path) -> tokenizers.Tokenizer:
+def _load_backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Read tokenizer.json, and add the tokens that only other files name. config: of tokenizer_config.json."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return _convert_backend(path)
@@ -311,8 +320,66 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
+    backend.add_tokens(_tokens_beside(path, config, backend.get_added_tokens_decoder()))
     refuse_costly(backend, file)
     return _lowercased(backend, path / "sentence_bert_config.json")
+
+
+def _tokens_beside(path: Path, config: dict[str, Any], known: dict[int, AddedToken]) -> list[AddedToken]:
+    """Return the tokens that other files than tokenizer.json name, in the order in which transformers adds them.
+
+    known: the added tokens of tokenizer.json. A token of tokenizer_config.json that differs from the one in `known`
+    takes its place. An id that a file names is only the place in the order: the library gives the next free one.
+    Raises ModelLoadError for a damaged entry.
+    """
+    file, entries = path / "tokenizer_config.json", config.get("added_tokens_decoder")
+    named, more = _special_beside(file, config)
+    if entries is None:
+        file, special = path / "added_tokens.json", {token.content for token in (*named, *more)}
+        found = [(i, _added_token(text, file, special=text in special)) for text, i in _read_json(file).items()]
+    elif isinstance(entries, dict):
+        found = [(i, _added_token(value, file)) for i, value in entries.items()]
+    else:
+        raise ModelLoadError(f"{file}: 'added_tokens_decoder' must be an object of tokens by their ids")
+    if len(found) + len(named) + len(more) > MAX_ADDED:
+        raise ModelLoadError(f"{file} has more than {MAX_ADDED} added tokens")
+    try:
+        by_id = {int(i): token for i, token in found} | (known if entries is None else {})
+    except (TypeError, ValueError):
+        raise ModelLoadError(f"{file}: the ids of its added tokens must be numbers") from None
+    same, roles = {repr(token) for token in known.values()}, {token.content for token in named}
+    added = {by_id[i].content: by_id[i] for i in sorted(by_id) if repr(by_id[i]) not in same}
+    for token in added.values():
+        token.special = token.special or token.content in roles
+    there = {token.content for token in known.values()} | added.keys()
+    new = {token.content: token for token in (*named, *more) if token.content not in there}
+    return [*added.values(), *new.values()]
+
+
+def _special_beside(file: Path, config: dict[str, Any]) -> tuple[list[AddedToken], list[AddedToken]]:
+    """Return the tokens that tokenizer_config.json names as special ones: those with a role, and the further ones."""
+    named = {f"{name}_token": config.get(f"{name}_token") for name in _SPECIAL}
+    named |= {key: text for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
+    more = next(filter(None, map(config.get, _MORE_SPECIAL)), [])
+    if isinstance(more, dict):  # roles of other models, such as image_token
+        named, more = named | more, []
+    if not isinstance(more, list):
+        raise ModelLoadError(f"{file}: {' and '.join(_MORE_SPECIAL)} must be lists of tokens")
+    values = [value for value in named.values() if value], more
+    of_roles, further = ([_added_token(value, file, special=True) for value in each] for each in values)
+    return of_roles, further
+
+
+def _added_token(value: Any, file: Path, *, special: bool | None = None) -> AddedToken:
+    """Make a token of its text, or of the object that a file has for it. special: None means as the object says."""
+    entry = value if isinstance(value, dict) else {"content": value}
+    flags = {key: entry[key] for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in entry}
+    if special is not None:
+        flags["special"] = special
+    text = entry.get("content")
+    if not isinstance(text, str) or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise ModelLoadError(f"{file}: {str(value)[:80]!r} is no added token")
+    return AddedToken(text, **flags)
 
 
 def _lowercased(backend: tokenizers.Tokenizer, settings: Path) -> tokenizers.Tokenizer:

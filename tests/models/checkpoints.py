@@ -73,6 +73,44 @@ def write_words(directory: Path, vocab_size: int) -> Path:
     return directory
 
 
+def train_tokenizer(kind: str) -> tokenizers.Tokenizer:
+    """A small tokenizer of a kind: bytes (GPT-2's), pieces (Llama's BPE), unigram or words (BERT's)."""
+    texts = ["user and assistant say hello to the world", "the system says no more than that"] * 4
+    models, steps = tokenizers.models, tokenizers.pre_tokenizers
+    trainers, special = tokenizers.trainers, ["<unk>", "<s>", "</s>"]
+    backend, trainer, step, decoder = {
+        "bytes": lambda: (
+            tokenizers.Tokenizer(models.BPE()),
+            trainers.BpeTrainer(
+                vocab_size=300, initial_alphabet=steps.ByteLevel.alphabet(), special_tokens=special[1:]
+            ),  # type: ignore[call-arg]
+            steps.ByteLevel(add_prefix_space=False),
+            tokenizers.decoders.ByteLevel(),
+        ),
+        "pieces": lambda: (
+            tokenizers.Tokenizer(models.BPE(unk_token="<unk>")),
+            trainers.BpeTrainer(vocab_size=80, special_tokens=special),  # type: ignore[call-arg]
+            steps.Metaspace(),
+            tokenizers.decoders.Metaspace(),
+        ),
+        "unigram": lambda: (
+            tokenizers.Tokenizer(models.Unigram()),
+            trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>"),
+            steps.Metaspace(),
+            tokenizers.decoders.Metaspace(),
+        ),
+        "words": lambda: (
+            tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>")),  # type: ignore[call-arg]
+            trainers.WordPieceTrainer(vocab_size=80, special_tokens=special),  # type: ignore[call-arg]
+            steps.BertPreTokenizer(),
+            tokenizers.decoders.WordPiece(),
+        ),
+    }[kind]()
+    backend.pre_tokenizer, backend.decoder = step, decoder  # type: ignore[assignment]
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
 def write_modules(directory: Path, types: list[str], modes: dict[str, Any]) -> Path:
     """The files of sentence-transformers: these modules, with this pooling."""
     modules = [{"idx": i, "path": f"{i}_{t}", "type": f"sentence_transformers.models.{t}"} for i, t in enumerate(types)]

@@ -1,6 +1,7 @@
 """The tokenizer against published encode vectors, and what no library promises: exact bytes, shielded text."""
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 import jaxserve
 from jaxserve.errors import ModelLoadError
 from jaxserve.text.tokenizer import Tokenizer
-from tests.models.checkpoints import write_words
+from tests.models.checkpoints import train_tokenizer, write_words
 
 DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
 VOCABULARIES = ["tokenizers/qwen2.5", "tokenizers/qwen3", "tokenizers/gpt2", "tokenizers/minimind",
@@ -122,6 +124,102 @@ def test_the_special_tokens_of_an_older_directory(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(tmp_path).special_tokens_map() == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {}, "eos_token": "<s>"}))
     assert Tokenizer.from_directory(tmp_path).special_tokens_map() == {"eos_token": "<s>"}
+
+
+def flagged(content: str, special: bool, **flags: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"content": content, "special": special} | plain | flags
+
+
+def beside(start: int) -> dict[str, dict[str, Any]]:
+    """Files that name tokens which tokenizer.json lacks, or has otherwise. start: the first free id."""
+    turn, end, call = "<|turn|>", "<|end|>", "<call>"
+    decoder = {str(start + i): flagged(text, i < 2) for i, text in enumerate((turn, end, call))}
+    config, special, added = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+    return {
+        "added_tokens_decoder": {config: {"added_tokens_decoder": decoder}},
+        "in another order, with a gap": {
+            config: {"added_tokens_decoder": {str(start + 9): flagged(turn, True), str(start + 4): flagged(end, False)}}
+        },
+        "flags": {config: {"added_tokens_decoder": {str(start): flagged(call, False, rstrip=True, lstrip=True)}}},
+        "normalized": {config: {"added_tokens_decoder": {str(start): flagged(call, False, normalized=True)}}},
+        "a token of tokenizer.json with other flags": {
+            config: {"added_tokens_decoder": {"1": flagged("<s>", False), str(start): flagged(turn, True)}}
+        },
+        "a role makes it special": {
+            config: {"added_tokens_decoder": {str(start): flagged(end, False)}, "eos_token": end, "pad_token": "<pad>"}
+        },
+        "additional_special_tokens": {config: {"additional_special_tokens": [turn, end, "</s>", turn]}},
+        "extra_special_tokens": {config: {"extra_special_tokens": [end, turn]}},
+        "both lists": {config: {"extra_special_tokens": [end], "additional_special_tokens": [turn]}},
+        "extra_special_tokens by role": {config: {"extra_special_tokens": {"turn_token": turn, "call_token": call}}},
+        "a role of its own": {config: {"image_token": turn, "eos_token": end}},
+        "beside added_tokens_decoder": {
+            config: {"added_tokens_decoder": decoder, "additional_special_tokens": [call, "<more>"], "bos_token": turn}
+        },
+        "special_tokens_map": {
+            config: {},
+            special: {"additional_special_tokens": [turn, end], "eos_token": flagged(end, True), "bos_token": "<s>"},
+        },
+        "special_tokens_map not read beside added_tokens_decoder": {
+            config: {"added_tokens_decoder": decoder},
+            special: {"additional_special_tokens": ["<more>"], "eos_token": "<other>"},
+        },
+        "added_tokens.json": {config: {"eos_token": end}, added: {call: start + 1, end: start, turn: start + 2}},
+        "added_tokens.json alone": {added: {call: start, turn: start + 1}},
+        "added_tokens.json with special_tokens_map": {
+            special: {"additional_special_tokens": [turn]}, added: {call: start, turn: start + 1},
+        },
+        "added_tokens.json not read beside added_tokens_decoder": {
+            config: {"added_tokens_decoder": decoder}, added: {"<more>": start + 7},
+        },
+    }  # fmt: skip
+
+
+CHAT = "<|turn|>user\nhello <call>world <call> no<|end|> <|turn|>assistant<s></s><pad><more><other>"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "unigram", "words"])
+@pytest.mark.parametrize("form", beside(0))
+def test_tokens_that_only_other_files_name_are_added_as_transformers_adds_them(
+    form: str, kind: str, tmp_path: Path
+) -> None:
+    backend = train_tokenizer(kind)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    start = backend.get_vocab_size()
+    for name, value in beside(start)[form].items():
+        (tmp_path / name).write_text(json.dumps(value))
+    published, read = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_directory(tmp_path)
+    added = published.backend_tokenizer.get_added_tokens_decoder()
+    assert max(added) >= start
+    found = read.backend.get_added_tokens_decoder()
+    assert {i: token.content for i, token in found.items()} == {i: token.content for i, token in added.items()}
+    assert read.encode(CHAT, add_special_tokens=False) == published.encode(CHAT, add_special_tokens=False)
+    special = {i for i, token in added.items() if token.special}
+    # transformers takes a token of special_tokens_map.json for plain text if added_tokens.json has its id
+    special |= {read.token_to_id("<|turn|>")} if form == "added_tokens.json with special_tokens_map" else set()
+    assert read.special_ids == special
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": ["<a>"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": flagged("<a>", True)}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"special": True}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": flagged("<a>", True) | {"lstrip": "no"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {str(i): flagged(f"<{i}>", True) for i in range(40_000)}}),
+        ("tokenizer_config.json", {"additional_special_tokens": "<a>"}),
+        ("tokenizer_config.json", {"extra_special_tokens": [1]}),
+        ("added_tokens.json", {"<a>": [1]}),
+        ("added_tokens.json", {"<a>": "many"}),
+    ],
+)
+def test_damaged_lists_of_tokens_are_named(name: str, content: dict[str, Any], tmp_path: Path) -> None:
+    train_tokenizer("bytes").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=re.escape(name)):
+        Tokenizer.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("lowers", [True, False, None])
