@@ -415,3 +415,75 @@ def test_no_chunk_of_a_stream_has_empty_content_behind_the_first(server: LiveSer
         chunks = list(client.chat.completions.create(model="demo", messages=MESSAGES, tools=tools, stream=True))
         contents = [chunk.choices[0].delta.content for chunk in chunks]
         assert "" not in contents[1:]
+
+
+STRICT = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content + '' }}{% for c in m.tool_calls %}<tool_call>
+{% if c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}{{ c.id }} {{ c.function.name }}
+{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}
+{% endfor %}</tool_call>{% endfor %}
+{% if m.role == 'tool' -%}
+{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ m.tool_call_id }}
+{% endif %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+
+
+def test_histories_with_odd_arguments_and_ids_render_on_every_route() -> None:
+    """With a template that walks through arguments, adds to contents and takes ids of nine characters only."""
+    prompts: dict[str, list[str]] = {}
+    with LiveServer(Config().replace(model={"chat_template": STRICT})) as server:
+        reply_with(server, "Fine.")
+
+        def ask(path: str, body: dict[str, Any]) -> None:
+            answer = server.post(
+                path, {"model": "demo", "max_tokens": 20, "max_output_tokens": 20, "stream": False} | body
+            )
+            assert answer.status_code == 200, (path, answer.text)
+            prompts.setdefault(path, []).append(server.engine.tokenizer.decode(server.link.seen[-1].prompt_token_ids))
+
+        user, result = MESSAGES[0], "It rains."
+        for given in ("", "null", "[1]", '{"city": "Pa', '{"city": "a"}{"city": "b"}', '{"city": "Paris"}'):
+            for call_id in ("toolu_1", "call_0123456789abcdef", "0"):
+                function = {"name": "weather", "arguments": given}
+                called = {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [CALLED | {"id": call_id, "function": function}],
+                }
+                told = {"role": "tool", "tool_call_id": call_id, "content": result}
+                ask("/v1/chat/completions", {"messages": [user, called, told]})
+                item = {"type": "function_call", "call_id": call_id, "name": "weather", "arguments": given}
+                output = {"type": "function_call_output", "call_id": call_id, "output": result}
+                ask("/v1/responses", {"input": [user, item, output]})
+                input = (
+                    {"city": "Paris"} if "Paris" in given else {} if given in ("", "null") else {"INVALID_JSON": given}
+                )
+                use = {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": call_id, "name": "weather", "input": input}],
+                }
+                block = {"type": "tool_result", "tool_use_id": call_id, "content": result}
+                ask("/v1/messages", {"messages": [user, use, {"role": "user", "content": [block]}]})
+                function = {"name": "weather", "arguments": input}
+                messages = [user, {"role": "assistant", "tool_calls": [{"function": function}]}]
+                ask("/api/chat", {"messages": [*messages, {"role": "tool", "tool_name": "weather", "content": result}]})
+        assert prompts["/v1/chat/completions"] == prompts["/v1/responses"] == prompts["/v1/messages"]
+        without_ids = [[re.sub(r"\b[0-9a-f]{9}\b", "ID", text) for text in each] for each in prompts.values()]
+        assert without_ids[0] == without_ids[-1] and all("ID weather" in text for text in without_ids[0])
+
+
+def test_a_call_that_max_tokens_cut_can_be_sent_back() -> None:
+    with LiveServer(Config().replace(model={"chat_template": STRICT, "tool_parser": "hermes"})) as server:
+        reply_with(server, CALL)
+        body = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER]}
+        cut = 0
+        for length in range(1, 80):
+            message = server.post("/v1/chat/completions", body | {"max_tokens": length}).json()["choices"][0]["message"]
+            told = [
+                {"role": "tool", "tool_call_id": each["id"], "content": "?"} for each in message.get("tool_calls") or ()
+            ]
+            again = server.post("/v1/chat/completions", body | {"messages": [*MESSAGES, message, *told]})
+            assert again.status_code == 200, (message, again.text)
+            cut += any(not each["function"]["arguments"].endswith("}") for each in message.get("tool_calls") or ())
+        assert cut

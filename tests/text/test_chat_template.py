@@ -1,6 +1,7 @@
 """Chat templates: published renderings, what messages become, and templates that mean harm."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,145 @@ def test_call_arguments_serve_both_kinds_of_template() -> None:
         assert ChatTemplate(loop + body + "{% endfor %}").render(messages) == text
     call["function"]["arguments"] = "not json"
     assert ChatTemplate(loop + "{{ c.function.arguments }}{% endfor %}").render(messages) == "not json"
+
+
+def published_templates(shared_data: Any) -> dict[str, tuple[str, dict[str, str]]]:
+    """Return all published templates by name, each with its special tokens."""
+    groups = json.loads((shared_data / "golden/chat_templates/hfjs_e2e.json").read_text())
+    cases = {name: case for group in groups.values() for name, case in group.items()}
+    found = {file.name: (file.read_text(), {}) for file in (shared_data / "chat_templates/vllm").glob("*.jinja")}
+    for name, case in cases.items():
+        special = {key: value for key, value in case["data"].items() if key.endswith("_token")}
+        found[name] = (case["chat_template"], special)
+    return {
+        name: (text, {"bos_token": "<s>", "eos_token": "</s>"} | special) for name, (text, special) in found.items()
+    }
+
+
+def history(*calls: dict[str, Any], content: Any = "I look.", end: str = "Thanks.") -> list[dict[str, Any]]:
+    """A conversation with calls, their results, an answer and another turn."""
+    answer = {"role": "assistant", "content": content, "tool_calls": list(calls)}
+    results = [
+        {"role": "tool", "name": call["function"]["name"], "content": f"result {i}"}
+        | ({"tool_call_id": call["id"]} if "id" in call else {})
+        for i, call in enumerate(calls)
+    ]
+    return [*USER, answer, *results, {"role": "assistant", "content": "Done."}, {"role": "user", "content": end}]
+
+
+def call(arguments: Any = '{"x": 1}', **fields: Any) -> dict[str, Any]:
+    return {"id": "abcdef012", "type": "function"} | fields | {"function": {"name": "look", "arguments": arguments}}
+
+
+BAD_ARGUMENTS = (
+    *(
+        "",
+        " ",
+        "null",
+        "[1]",
+        '"x"',
+        "1",
+        '{"x": ',
+        '{"x": "a',
+        '{"x": 1}{"x": 2}',
+        "{'x': 1}",
+        "look(x=1)",
+        "NaN",
+        "{" * 300,
+    ),
+    *(None, [1], 1, {}, {"x": 1}),
+)
+IDS = (
+    "toolu_9f8e7d6c5b4a",
+    "call_1_0",
+    "0",
+    "functions.look:0",
+    "chatcmpl-tool-1234567890abcdef",
+    "é" * 9,
+    "a b",
+    "x" * 200,
+)
+
+
+def test_hostile_histories_render_with_every_published_template(shared_data: Any) -> None:
+    """A template that renders the usual history renders those with bad arguments, other servers' ids and no content."""
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+    rendered, failed = dict[str, int](), list[Any]()
+    for name, (source, special) in published_templates(shared_data).items():
+        template = ChatTemplate(source, special_tokens=special)
+        for tools in (None, [tool]):
+            try:
+                usual = template.render(history(call()), tools=tools)
+            except InvalidValueError:
+                continue  # it takes no calls at all
+            hostile = [history(call(arguments)) for arguments in BAD_ARGUMENTS]
+            hostile += [history(call(id=each)) for each in IDS] + [history({"function": call()["function"]})]
+            hostile += [history(call(), content=None), history(call("", id="0"), content=None)]
+            hostile.append(
+                [{k: v for k, v in each.items() if k != "content" or v} for each in history(call(), content="")]
+            )
+            for messages in hostile:
+                try:
+                    text = template.render(messages, tools=tools)
+                except InvalidValueError as error:
+                    failed.append((name, error.message, messages[1:3]))
+                    continue
+                if text.count("None") != usual.count("None") and "None" not in str(messages):
+                    failed.append((name, text, messages[1:3]))
+            rendered[name] = len(hostile)
+    assert not failed
+    assert len(rendered) >= 40, sorted(rendered)
+
+
+def test_bad_arguments_become_an_object() -> None:
+    loop = "{% for c in messages[1].tool_calls %}"
+    walking = loop + "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}"
+    for plain in (False, True):
+        template = ChatTemplate(walking, plain=plain)
+        for given, shown in [
+            *((text, "") for text in ("", " ", "null", None)),
+            *((text, f"<INVALID_JSON>{text}") for text in ("[1]", '{"x": ', '{"a": 1}{"b": 2}', "1")),
+            ({"x": 1}, "<x>1"),
+        ]:
+            assert template.render(history(call(given))) == shown
+    printing = ChatTemplate(loop + "{{ c.function.arguments }}{% endfor %}")
+    for given, shown in (("[1]", "[1]"), ("", "{}"), ('{"x":', '{"x":')):
+        assert printing.render(history(call(given))) == shown
+
+
+def test_ids_have_the_form_of_the_template() -> None:
+    calls = "{% for c in m.tool_calls %}[{{ c.id }}]{% endfor %}"
+    result = "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}"
+    loop = "{% for m in messages %}" + calls + result + "{% endfor %}"
+    nine = "{% if messages[1].tool_calls[0]['id'] | length != 9 %}{{ raise_exception('nine') }}{% endif %}" + loop
+    text = ChatTemplate(nine).render(
+        history(call(id="toolu_1"), call(id="abcdefghi"), {"function": call()["function"]})
+    )
+    ids = re.findall(r"\[(.+?)\]", text)
+    assert ids == re.findall(r"\((.+?)\)", text) and len(set(ids)) == 3 and ids[1] == "abcdefghi"
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    again = history(call(id="toolu_1")) + history(call(id="toolu_1"), call(id="toolu_2"))
+    assert ChatTemplate(nine).render(again).count(ids[0]) == 4  # the same in every turn: prefixes stay cached
+    kimi = loop + "{# <|tool_call_argument_begin|> #}"
+    text = ChatTemplate(kimi).render(history(call(id="call_a"), call(id="functions.look:7"), call(id="0")))
+    ids = ["functions.look:0", "functions.look:7", "functions.look:2"]
+    assert text == "".join(f"[{each}]" for each in ids) + "".join(f"({each})" for each in ids)
+    assert ChatTemplate(loop).render(history(call(id="call_a"))) == "[call_a](call_a)"  # others take any
+
+
+def test_null_content_is_an_empty_text_unless_the_template_copes() -> None:
+    """DeepSeek R1's looks for a tag in the content before it tests for none."""
+    tests = "{% if m.content is none %}-{% else %}{{ m.content }}+{% endif %}"
+    for body, shown in [
+        (tests, "hi+-result 0+Done.+Thanks.+"),
+        ("{% if 'x' in m.content %}x{% endif %}" + tests, "hi++result 0+Done.+Thanks.+"),
+        (tests + "{{ m.content }}", "hi+hi+result 0+result 0Done.+Done.Thanks.+Thanks."),
+    ]:
+        template = ChatTemplate("{% for m in messages %}" + body + "{% endfor %}")
+        assert template.render(history(call(), content=None)) == shown, body
 
 
 def test_continue_final_message() -> None:

@@ -6,6 +6,7 @@ operator or the model, never from a request. It knows nothing of tokens but the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,17 @@ RESERVED = frozenset(
 )
 _TESTS_TEXT = re.compile(r"content[\w\]'\"]*\s+is\s+(not\s+)?(string|iter)")
 _TESTS_NONE = re.compile(r"content['\"\]]*\s*(is|==|!=)\s*(not\s+)?none", re.IGNORECASE)
+_NINE = re.compile(r"(?<![a-z])id['\"\]]*\s*(\|\s*length\s*[!=<>]=?\s*9\b|\[-9:\])")  # Mistral's templates check ids
+_KIMI = "<|tool_call_argument_begin|>"
+_CALL_WITHOUT_TEXT = (
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "callcall0", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "callcall0", "name": "f", "content": "1"},
+)
 _CONTINUE = "\ufdd1continue\ufdd1"
 MAX_SECONDS = 1.0
 MAX_CHARS = 16 * 2**20
@@ -67,10 +79,9 @@ class ChatTemplate:
         self._new_budget: Callable[[], RenderBudget] = (
             PlainBudget if plain else partial(RenderBudget, max_seconds, max_chars)
         )
-        self._default = _compile(environment, source), MessageForm(environment, source, plain=plain)
-        self._for_tools = self._default
+        self._default = self._for_tools = self._compiled(environment, source)
         if tools_source:
-            self._for_tools = _compile(environment, tools_source), MessageForm(environment, tools_source, plain=plain)
+            self._for_tools = self._compiled(environment, tools_source)
 
     @classmethod
     def load_plain(
@@ -113,7 +124,7 @@ class ChatTemplate:
         """
         variables = check_kwargs(kwargs)
         template, form = self._for_tools if tools else self._default
-        prepared = [form.prepare(message) for message in messages]
+        prepared = form.prepare_all(messages)
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidValueError(
@@ -130,6 +141,22 @@ class ChatTemplate:
             variables["add_generation_prompt"] = add_generation_prompt
         text = self._run(template, variables)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _compiled(self, environment: TemplateEnvironment, source: str) -> tuple[jinja2.Template, MessageForm]:
+        template, form = _compile(environment, source), MessageForm(environment, source, plain=self._plain)
+        forms = ([None] if form.tests_none else []) + ["", [{"type": "text", "text": ""}]]
+        form.no_text = next((each for each in forms if self._renders_calls_with(each, template, form)), "")
+        return template, form
+
+    def _renders_calls_with(self, content: Any, template: jinja2.Template, form: MessageForm) -> bool:
+        """Return whether a message that has calls and this content is rendered, and None is not printed."""
+        messages = form.prepare_all(_CALL_WITHOUT_TEXT)
+        messages[1]["content"] = content
+        variables = self.special_tokens | {"messages": messages, "tools": None, "add_generation_prompt": True}
+        try:
+            return "None" not in self._run(template, variables) or content is not None
+        except (InvalidValueError, RenderLimitError, RecursionError, MemoryError):
+            return False
 
     def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         budget = self._new_budget()
@@ -152,22 +179,31 @@ class MessageForm:
 
     wants_parts: it walks through content parts; others get their text joined
     foreign_roles: roles that it does not know and that it is shown as system
+    tests_none: it tests somewhere whether a content is None
+    no_text: the content of an assistant's message without text: None (only beside calls), an empty text or part
     """
 
     def __init__(self, environment: TemplateEnvironment, source: str, *, plain: bool) -> None:
         self.wants_parts = _walks_content(environment.parse_only(source))
         self.foreign_roles = {role for role in SYSTEM_ROLES if not re.search(rf"""["']{role}["']""", source)}
         self._wraps_text = self.wants_parts and not _TESTS_TEXT.search(source)
-        self._sees_none = bool(_TESTS_NONE.search(source))
+        self.tests_none = bool(_TESTS_NONE.search(source))
+        self.no_text: Any = ""
+        self._call_id = _nine_characters if _NINE.search(source) else _kimi_id if _KIMI in source else _any_id
         self._plain = plain
+
+    def prepare_all(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return a conversation as the template expects it; see `prepare`. Ids of calls have the template's form."""
+        prepared = [self.prepare(message) for message in messages]
+        _rename_calls(prepared, self._call_id)
+        return prepared
 
     def prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as the template expects it: a known role, content text or parts, arguments as objects."""
         prepared = dict(message)
         if prepared.get("role") in self.foreign_roles:
             prepared["role"] = "system"
-        if "content" in prepared:
-            prepared["content"] = self._content(prepared["content"], prepared)
+        prepared["content"] = self._content(prepared.get("content"), prepared)
         if prepared.get("tool_calls"):
             prepared["tool_calls"] = [_parsed_call(call, self._plain) for call in prepared["tool_calls"]]
         reasoning = next((prepared[k] for k in ("reasoning_content", "reasoning", "thinking") if prepared.get(k)), None)
@@ -176,8 +212,11 @@ class MessageForm:
         return prepared
 
     def _content(self, content: Any, message: Mapping[str, Any]) -> Any:
+        if not content and message.get("role") == "assistant":
+            is_none = self.no_text is None and content is None and message.get("tool_calls")
+            return None if is_none else self.no_text or ""
         if content is None:
-            return None if self._sees_none and message.get("tool_calls") else ""
+            return ""
         if isinstance(content, str):
             return [{"type": "text", "text": content}] if self._wraps_text else content
         parts = [_text_part(part) if part.get("type") in _TEXT_PARTS else part for part in content]
@@ -263,26 +302,79 @@ def _walks_content(tree: nodes.Template) -> bool:
 
 
 def _parsed_call(call: Mapping[str, Any], plain: bool) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON text; templates want the object.
+    """Return a call with an object as arguments, which OpenAI sends as JSON text.
 
+    A model may have written other text, or was cut. Templates walk through an object, so that text is put into one.
     plain: raises RecursionError for what a process with less on its stack may read
     """
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
         return dict(call)
-    if over_limit(function["arguments"].encode(errors="replace"), ARGUMENT_LIMITS):
-        return dict(call)
+    given = function.get("arguments")
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    if isinstance(given, Mapping):
+        arguments = Arguments(given, text)
+    elif over_limit(text.encode(errors="replace"), ARGUMENT_LIMITS) or (arguments := _object(text, plain)) is None:
+        arguments = Arguments({"INVALID_JSON": text}, text)  # the key of Anthropic's documentation
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _object(text: str, plain: bool) -> Arguments | None:
+    """Return the object in the JSON text, an empty one for no text or null, and None for anything else."""
+    if text.strip() in ("", "null"):
+        return Arguments({}, "{}")
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        value = json.loads(text)
     except RecursionError:
         if plain:
             raise
-        return dict(call)
+        return None
     except ValueError:
-        return dict(call)
-    if not isinstance(arguments, dict):
-        return dict(call)
-    return {**call, "function": {**function, "arguments": Arguments(arguments, function["arguments"])}}
+        return None
+    return Arguments(value, text) if isinstance(value, dict) else None
+
+
+def _rename_calls(messages: list[dict[str, Any]], new_id: Callable[[str, str, int], str]) -> None:
+    """Give calls and their results ids of the template's form. A result without an id is of the first open call.
+
+    new_id: makes the id of a call from the client's, the name of the function, and the number of calls before it
+    """
+    known: dict[str, str] = {}
+    open_ids: list[str] = []
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            old = call.get("id") or f"call_{count}"
+            known[old] = call["id"] = new_id(str(old), str(name), count)
+            open_ids.append(call["id"])
+            count += 1
+        if message.get("role") == "tool":
+            old = message.get("tool_call_id") or f"call_{count}"
+            if message.get("tool_call_id") or not open_ids:
+                new = known.get(old) or new_id(str(old), str(message.get("name")), count)
+            else:
+                new = open_ids[0]
+            message["tool_call_id"] = new
+            if new in open_ids:
+                open_ids.remove(new)
+
+
+def _any_id(given: str, name: str, count: int) -> str:
+    return given
+
+
+def _nine_characters(given: str, name: str, count: int) -> str:
+    """Return an id for Mistral's templates, which take only nine letters and digits: the same one for the same id."""
+    if re.fullmatch("[A-Za-z0-9]{9}", given):
+        return given
+    return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
+
+
+def _kimi_id(given: str, name: str, count: int) -> str:
+    """Return an id as Kimi K2 writes them: with the function's name, and the number of calls before."""
+    return given if re.fullmatch(r"functions\.[^:\s]+:\d+", given) else f"functions.{name}:{count}"
 
 
 def _mark_final(messages: list[dict[str, Any]]) -> None:
