@@ -1,41 +1,53 @@
 """`jaxserve plan`: print how much memory a model needs on 1, 8 or 16 devices. Reads config.json and no weights.
 
-Prints one row per mesh. Its columns, per device: the bytes of weights, and of those that every device holds whole; the
-KV cache of one token and of one request of the full context; the tokens and the full contexts that fit; and with
---length the largest batch of requests of that length. If a model has sliding windows, the last column is the number of
-tokens that would fit without them. A mesh over which the model cannot be split has the reason instead. Weights are
-counted as they are held: in the bits of a quantised checkpoint, the others in --dtype. Its size is printed above.
+Prints a row for each mesh: of a number of devices, every split over tensor and expert that the model
+allows, the one with the most tokens first; a dense model is split over tensor alone if it can be. Its columns, per
+device: the bytes of weights, and of those that every device holds whole; the KV cache of one token and of one request
+of the full context; the tokens and the full contexts that fit; and with --length the largest batch of requests of that
+length. If a model has sliding windows, the last column is the number of tokens that would fit without them. A mesh over
+which the model cannot be split has the reason instead. If a mesh does not hold a full context, the fewest devices that
+do are named above the table. Weights are counted as they are held: in the bits of a quantised checkpoint, the others in
+--dtype. Its size is printed above.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
+from rich.console import Console
+from rich.status import Status
 
 from jaxserve.cli.options.arguments import at_least, positive
 from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config_file
 from jaxserve.models.loading.converted import as_converted, is_converted
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.published_size import published_size
-from jaxserve.models.loading.structure import build
 from jaxserve.runtime.runner_config import context_length, resolve_cache_dtype
-from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
+from jaxserve.runtime.shape_plan import ShapePlan, ShapePlanner, splits
 
 MESHES = ("1", "8", "16")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+_MESH = re.compile(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", re.ASCII)
 _HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "KV per token", "per full context")
 
+_DEVICES = tuple(2**n for n in range(11))  # numbers of devices that are tried for a model that does not fit
+_QUIET = 3.0  # seconds between lines of progress where stderr is no terminal
+
 Mesh = tuple[int, int]  # tensor, expert
+Row = tuple[Mesh, ShapePlan | ConfigError]
 
 
 def run(words: Sequence[str]) -> int:
@@ -54,27 +66,124 @@ def run(words: Sequence[str]) -> int:
     context = context_length(options.max_model_len, config.max_position_embeddings)
     if options.length is not None and options.length > context:
         raise ConfigError(f"--length is {options.length}, and a full context has {context} tokens", fix="lower it")
-    meshes = [_mesh(text, config) for text in options.mesh]
+    asked = [_mesh(text) for text in options.mesh]
     cache_dtype = resolve_cache_dtype(options.cache_dtype, dtype)
-    plans = [_plan(config, dtype, cache_dtype, mesh) for mesh in meshes]
+    device = _Device(int(options.memory * GIB), context, options.max_num_seqs)
+    with _Progress() as progress:
+        progress.show(f"shapes of {config.architecture}")
+        search = _Search(ShapePlanner(config, dtype, cache_dtype=cache_dtype), device, progress)
+        rows = [row for mesh in asked for row in search.rows(mesh)]
+        held = all(device.holds(plan) for _, plan in rows)
+        fewest = None if held else search.fewest()
+    plans = [plan for _, plan in rows]
     if all(isinstance(plan, ConfigError) for plan in plans):
-        raise plans[0]  # type: ignore[misc]
-    print(_head(config, dtype))
-    print(f"each device has {options.memory:g} GiB; a full context is {context} tokens\n")
-    columns = _Columns(int(options.memory * GIB), context, options.max_num_seqs, options.length)
-    print(columns.table(meshes, plans))
+        raise _with_fix(plans[0], fewest)  # type: ignore[arg-type]
+    print(_head(search.planner, dtype))
+    would = "" if fewest is None else f", for which {_devices(fewest)} would do"
+    print(f"each device has {options.memory:g} GiB; a full context is {context} tokens{would}\n")
+    print(_Columns(device, options.length).table(rows))
     return 0
 
 
-def _plan(config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, mesh: Mesh) -> ShapePlan | ConfigError:
-    try:
-        return plan_by_shape(config, dtype, *mesh, cache_dtype=cache_dtype)
-    except ConfigError as error:
-        return error
+def _with_fix(error: ConfigError, fewest: ShapePlan | None) -> ConfigError:
+    """Return the error of the first mesh, with a mesh that would do in its fix."""
+    return error if fewest is None else type(error)(str(error), fix=f"use {_devices(fewest)}")
 
 
-def _head(config: ModelConfig, dtype: jnp.dtype) -> str:
-    structure = build(config, dtype)
+def _devices(plan: ShapePlan) -> str:
+    return f"{plan.num_devices} device{'s' * (plan.num_devices > 1)} (--mesh {plan.tensor}x{plan.expert})"
+
+
+@dataclass(frozen=True)
+class _Device:
+    """What the plan is for: bytes of memory, tokens of a full context, and requests that run at once."""
+
+    num_bytes: int
+    context: int
+    max_num_seqs: int
+
+    def room(self, plan: ShapePlan) -> tuple[int, float]:
+        """Return (tokens, full contexts) that fit, see `ShapePlan.room`."""
+        return plan.room(self.num_bytes, self.context, self.max_num_seqs)
+
+    def holds(self, plan: ShapePlan | ConfigError) -> bool:
+        """Return whether a full context fits."""
+        return isinstance(plan, ShapePlan) and self.room(plan)[1] >= 1
+
+
+class _Search:
+    """Plans meshes, and looks for the best of a number of devices."""
+
+    def __init__(self, planner: ShapePlanner, device: _Device, progress: _Progress) -> None:
+        self.planner = planner
+        self._device = device
+        self._progress = progress
+        self._planned: dict[Mesh, ShapePlan | ConfigError] = {}
+
+    def rows(self, asked: int | Mesh) -> Sequence[Row]:
+        """Return the mesh, or the splits of a number of devices which the model allows, the most tokens first.
+
+        If it allows none, the row is the reason of one.
+        """
+        if isinstance(asked, tuple):
+            return [self._row(asked)]
+        first, *others = splits(self.planner.config, asked)
+        rows = [self._row(first)]
+        if self.planner.config.moe is not None or isinstance(rows[0][1], ConfigError):
+            rows += map(self._row, others)
+        return sorted(((mesh, plan) for mesh, plan in rows if isinstance(plan, ShapePlan)), key=self._rank) or rows[:1]
+
+    def fewest(self) -> ShapePlan | None:
+        """Return the best plan of the fewest devices that hold a full context. None: none of _DEVICES do."""
+        least = self.planner.published.num_bytes / self._device.num_bytes
+        for count in (count for count in _DEVICES if count >= least):
+            _, plan = self.rows(count)[0]
+            if isinstance(plan, ShapePlan) and self._device.holds(plan):
+                return plan
+        return None
+
+    def _row(self, mesh: Mesh) -> Row:
+        if mesh not in self._planned:
+            self._progress.show(f"tensor {mesh[0]}, expert {mesh[1]}")
+            try:
+                self._planned[mesh] = self.planner.plan(*mesh)
+            except ConfigError as error:
+                self._planned[mesh] = error
+        return mesh, self._planned[mesh]
+
+    def _rank(self, row: tuple[Mesh, ShapePlan]) -> tuple[int, int, int]:
+        (tensor, _), plan = row
+        return -self._device.room(plan)[0], plan.weight_bytes, -tensor
+
+
+class _Progress:
+    """Shows on stderr what is being computed: a line that changes on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True, highlight=False, markup=False)
+        self._status = Status("", console=console) if console.is_terminal else None
+        self._told = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, step: str) -> None:
+        """Tell the step that begins."""
+        if self._status is not None:
+            self._status.update(f"planning: {step}")
+        elif (now := time.monotonic()) >= self._told + _QUIET:
+            self._told = now
+            print(f"jaxserve: planning: {step}", file=sys.stderr, flush=True)
+
+
+def _head(planner: ShapePlanner, dtype: jnp.dtype) -> str:
+    config, structure = planner.config, planner.published
     form, bits = config.stored_form, ""
     if form is not None:
         bits = f"few bits ({form.description})" if form.method == "gguf" else f"{form.bits} bits"
@@ -92,14 +201,13 @@ def _head(config: ModelConfig, dtype: jnp.dtype) -> str:
 class _Columns:
     """Makes the table. length: tokens per request of the batch column; None leaves the column out."""
 
-    def __init__(self, device_bytes: int, context: int, max_num_seqs: int, length: int | None) -> None:
-        self._device_bytes = device_bytes
-        self._context = context
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, device: _Device, length: int | None) -> None:
+        self._device = device
         self._length = length
 
-    def table(self, meshes: Sequence[Mesh], plans: Sequence[ShapePlan | ConfigError]) -> str:
+    def table(self, planned: Sequence[Row]) -> str:
         """Format one row per mesh."""
+        meshes, plans = [mesh for mesh, _ in planned], [plan for _, plan in planned]
         windowed = any(isinstance(plan, ShapePlan) and plan.window is not None for plan in plans)
         batch = () if self._length is None else (f"batch of {self._length}",)
         head = (*_HEAD, "tokens", "full contexts", *batch, *(("all kept",) if windowed else ()))
@@ -113,12 +221,12 @@ class _Columns:
         return "\n".join(lines)
 
     def _row(self, plan: ShapePlan, windowed: bool) -> tuple[str, ...]:
-        tokens, contexts = plan.room(self._device_bytes, self._context, self._max_num_seqs)
+        tokens, contexts = self._device.room(plan)
         size = f"{plan.weight_bytes / GIB:.2f} GiB", f"{plan.whole_bytes / GIB:.3f} GiB", f"{plan.kv_token_bytes} B"
-        request = f"{plan.request_bytes(self._context) / GIB:.3f} GiB"
+        request = f"{plan.request_bytes(self._device.context) / GIB:.3f} GiB"
         fits = (str(tokens), f"{contexts:.1f}") if tokens else ("does not fit", "-")
-        batch = () if self._length is None else (str(plan.largest_batch(self._device_bytes, self._length)),)
-        kept = (str(plan.kv_tokens(self._device_bytes)),) if windowed else ()
+        batch = () if self._length is None else (str(plan.largest_batch(self._device.num_bytes, self._length)),)
+        kept = (str(plan.kv_tokens(self._device.num_bytes)),) if windowed else ()
         return (*size, request, *fits, *batch, *kept)
 
 
@@ -128,22 +236,26 @@ def _config_file(model: str) -> Path:
     return gguf_file(path) or path if path.is_file() else config_file(resolve(model))
 
 
-def _mesh(text: str, config: ModelConfig) -> Mesh:
-    """Parse "8", or "4x2" for tensor and expert. Raises ConfigError."""
-    numbers = text.split("x")
-    if not all(number.isdecimal() and int(number) for number in numbers) or len(numbers) > 2:
+def _mesh(text: str) -> int | Mesh:
+    """Parse "8", a number of devices, or "4x2" for tensor and expert. Raises ConfigError."""
+    found = _MESH.fullmatch(text)
+    if found is None:
         raise ConfigError(f"--mesh {text} is neither a number of devices nor TENSORxEXPERT")
-    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else default_mesh(config, int(text))
+    return int(text) if found[2] is None else (int(found[1]), int(found[2]))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     options = parser.parse_args(words)
-    if options.model is None and len(options.mesh) > 1:  # plan --mesh 8 MODEL
+    if options.model is None and len(options.mesh) > 1 and not _is_mesh(options.mesh[-1]):  # plan --mesh 8 MODEL
         *options.mesh, options.model = options.mesh
     if options.model is None:
         parser.error("the model is missing: jaxserve plan MODEL")
     return options
+
+
+def _is_mesh(word: str) -> bool:
+    return _MESH.fullmatch(word) is not None and not Path(word).exists()
 
 
 def _parser() -> argparse.ArgumentParser:

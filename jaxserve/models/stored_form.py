@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import re2
+
+# Bytes that RE2 may take for the states of an automaton. A list of 700 expressions that begin with .* needs more than
+# its default of 8 MiB, and is searched 200 times more slowly without its states.
+_PATTERN_MEMORY = 2**26
 
 Method = Literal["int-quantized", "pack-quantized", "gptq", "awq", "gguf", "fp8", "mxfp4"]
 
@@ -46,24 +50,82 @@ HELD_BLOCKS: MappingProxyType[str, HeldBlocks] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class ModuleNames:
+    """Modules as the lists of a quantization configuration name them.
+
+    A list may have an entry per layer, and a mixture of experts has tens of thousands of modules. Hence an entry that
+    is a plain text is looked up, and only the others are expressions that are searched for.
+
+    names: whole names.
+    parts: successive parts of names. "mlp.gate" names "layers.0.mlp.gate" and not "layers.0.mlp.gate_proj".
+    prefixes: beginnings of names.
+    substrings: texts anywhere in a name.
+    expressions: regular expressions that match anywhere in a name.
+    """
+
+    names: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    substrings: tuple[str, ...] = ()
+    expressions: tuple[str, ...] = ()
+
+    def __contains__(self, module: str) -> bool:
+        return (
+            module in self._names
+            or module.startswith(self.prefixes)
+            or any(run in self._parts for run in self._runs(module))
+            or any(text in module for text in self.substrings)
+            or any(expression.search(module) for expression in self._compiled)
+        )
+
+    def _runs(self, module: str) -> Iterator[str]:
+        """Yield the successive parts of a name, in the numbers of parts that entries have."""
+        words = module.split(".")
+        for count in self._counts:
+            for start in range(len(words) - count + 1):
+                yield ".".join(words[start : start + count])
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    @cached_property
+    def _parts(self) -> frozenset[str]:
+        return frozenset(self.parts)
+
+    @cached_property
+    def _counts(self) -> frozenset[int]:
+        return frozenset(part.count(".") + 1 for part in self.parts)
+
+    @cached_property
+    def _compiled(self) -> list[Any]:
+        """The expressions: one of RE2, and those that RE2 does not read."""
+        linear = [each for each in self.expressions if linear_pattern(each) is not None]
+        others = [re.compile(each) for each in self.expressions if each not in linear]
+        whole = linear_pattern("|".join(linear))
+        together = [whole] if linear and whole is not None else [linear_pattern(each) for each in linear]
+        return together + others
+
+
+@dataclass(frozen=True)
 class StoredForm:
     """A number is (code - zero) * scale, as in `ops.quantized`. int- and pack-quantized are compressed-tensors'.
 
     group: numbers of a row that share a scale; None: the row.
     zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
-    wide: modules that are not quantised, as regular expressions.
+    unquantized: modules that are not quantised.
     permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
     rounds_activations: whether it was made for activations of 8 bits, see `runtime.products`.
-    found: the quantised modules, known once the files are open; then `wide` has no effect.
-    types: of GGUF, the quantised modules with their types; then `wide` has no effect, and bits, group and zeros are
-      those of all modules together.
+    found: the quantised modules, known once the files are open; then `unquantized` has no effect.
+    types: of GGUF, the quantised modules with their types; then `unquantized` has no effect, and bits, group and
+      zeros are those of all modules together.
     """
 
     method: Method
     bits: int
     group: int | None
     zeros: bool
-    wide: tuple[str, ...]
+    unquantized: ModuleNames = ModuleNames()
     zero_offset: int = 0
     permuted: bool = False
     rounds_activations: bool = False
@@ -73,7 +135,7 @@ class StoredForm:
     @classmethod
     def of_gguf(cls, types: Mapping[str, str]) -> StoredForm:
         """Make the form of a GGUF file from its quantised modules with their types."""
-        return cls("gguf", *_widest(types.values()), wide=(), types=tuple(sorted(types.items())))
+        return cls("gguf", *_widest(types.values()), types=tuple(sorted(types.items())))
 
     @property
     def is_integer(self) -> bool:
@@ -85,7 +147,7 @@ class StoredForm:
             return module not in self.type_of
         if self.found is not None:
             return module not in self.found
-        return any(pattern.search(module) is not None for pattern in self._wide)
+        return module in self.unquantized
 
     def not_held(self) -> list[str]:
         """Return the types of GGUF's modules that are not kept in few bits."""
@@ -110,14 +172,6 @@ class StoredForm:
         """`types` by module."""
         return dict(self.types)
 
-    @cached_property
-    def _wide(self) -> list[Any]:
-        """The expressions of `wide`: one of RE2, or several if RE2 does not read all of them together."""
-        if not self.wide:
-            return []
-        whole = linear_pattern("|".join(self.wide))
-        return [whole] if whole is not None else [linear_pattern(each) or re.compile(each) for each in self.wide]
-
     def num_groups(self, depth: int) -> int:
         """Return the number of groups of a row of `depth` numbers."""
         return 1 if self.group is None else -(-depth // self.group)
@@ -127,6 +181,8 @@ def linear_pattern(source: str) -> Any:
     """Return a compiled expression of RE2, which is searched in linear time; None: RE2 does not read it."""
     options = re2.Options()
     options.log_errors = False
+    options.never_capture = True
+    options.max_mem = _PATTERN_MEMORY
     try:
         return re2.compile(source, options)
     except re2.error:

@@ -99,48 +99,57 @@ class ShapePlan:
         return tokens, min(tokens / context, window_pages / size.most(context))
 
 
-def default_mesh(config: ModelConfig, num_devices: int) -> tuple[int, int]:
-    """Choose (tensor, expert) for `num_devices`: all over heads; for a mixture of experts, the kv heads' divisor.
+def splits(config: ModelConfig, num_devices: int) -> list[tuple[int, int]]:
+    """Return every (tensor, expert) of `num_devices`. The first is the one to start with.
 
-    The remaining devices then split the experts.
+    It splits over heads alone, and for a mixture of experts over a divisor of the kv heads: copies of kv heads save
+    nothing, and the remaining devices can split the experts.
     """
-    if config.moe is None or config.latent is not None:
-        return num_devices, 1
-    tensor = math.gcd(num_devices, config.num_kv_heads)
-    return tensor, num_devices // tensor
+    first = num_devices
+    if config.moe is not None and config.latent is None:
+        first = math.gcd(num_devices, config.num_kv_heads)
+    others = (tensor for tensor in range(num_devices, 0, -1) if num_devices % tensor == 0 and tensor != first)
+    return [(tensor, num_devices // tensor) for tensor in (first, *others)]
 
 
-def plan_by_shape(
-    config: ModelConfig,
-    dtype: jnp.dtype,
-    tensor: int,
-    expert: int,
-    *,
-    cache_dtype: jnp.dtype | None = None,
-) -> ShapePlan:
-    """Plan a model on a mesh of tensor * expert devices, whose kernels are Triton's: see `memory.within_reach`.
+class ShapePlanner:
+    """Plans a model on meshes whose kernels are Triton's: see `memory.within_reach`.
 
-    cache_dtype: None is `dtype`. Raises ModelLoadError if the model cannot be split so, and ConfigError if the kernels
-    would read only a part of a weight.
+    cache_dtype: None is `dtype`. Raises ModelLoadError if the model cannot have this form on any mesh.
     """
-    mesh = AbstractMesh((1, tensor, expert), AXES)
-    published = build(config, dtype)
-    split = for_mesh(config, mesh)
-    structure = published if split == config else build(split, dtype)
-    weights, whole, largest = _weights(structure, mesh)
-    all_layers, windowed, reached = _kv_token_bytes(split, cache_dtype or dtype, tensor)
-    return ShapePlan(
-        tensor=tensor,
-        expert=expert,
-        num_parameters=published.num_parameters,
-        weight_bytes=weights,
-        whole_bytes=whole,
-        largest_whole=largest,
-        kv_token_bytes=all_layers,
-        window=max((window or 0 for window in config.windows), default=0) or None,
-        window_token_bytes=windowed,
-        reached=reached,
-    )
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, cache_dtype: jnp.dtype | None = None) -> None:
+        self.config = config
+        self.published = build(config, dtype)
+        self._dtype = dtype
+        self._cache_dtype = cache_dtype or dtype
+        # A structure takes seconds for a mixture of experts, and most meshes have the published one.
+        self._structures = {config: self.published}
+
+    def plan(self, tensor: int, expert: int) -> ShapePlan:
+        """Plan the model on tensor * expert devices.
+
+        Raises ModelLoadError if it cannot be split so, and ConfigError if the kernels would read only a part of a
+        weight.
+        """
+        mesh = AbstractMesh((1, tensor, expert), AXES)
+        split = for_mesh(self.config, mesh)
+        if split not in self._structures:
+            self._structures[split] = build(split, self._dtype)
+        weights, whole, largest = _weights(self._structures[split], mesh)
+        all_layers, windowed, reached = _kv_token_bytes(split, self._cache_dtype, tensor)
+        return ShapePlan(
+            tensor=tensor,
+            expert=expert,
+            num_parameters=self.published.num_parameters,
+            weight_bytes=weights,
+            whole_bytes=whole,
+            largest_whole=largest,
+            kv_token_bytes=all_layers,
+            window=max((window or 0 for window in self.config.windows), default=0) or None,
+            window_token_bytes=windowed,
+            reached=reached,
+        )
 
 
 def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, tuple[str, int]]:

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.plan_configurations import configurations, plan
 from jaxserve.cli.main import main
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.converted import MANIFEST_NAME
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
+from tests.conftest import SharedData
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import ENCODERS
 from tests.models.published import PUBLISHED
@@ -46,7 +48,7 @@ def test_a_mesh_that_cannot_be_says_why_and_the_others_are_planned(
     config = tmp_path / "config.json"
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
     config.write_text(json.dumps(TINY_LLAMA | heads))
-    assert main(["plan", "--mesh", "1", "8", "9", "3", str(config)]) == 0  # the last word is the model
+    assert main(["plan", "--mesh", "1", "8x1", "9", "3x1", str(config)]) == 0  # the last word is the model
     rows = capsys.readouterr().out.splitlines()[4:]
     assert rows[1].endswith("9 attention heads cannot be split over 8 devices")
     assert rows[2].endswith("lm_head.weight: embed of 16 cannot be split over 9 devices")
@@ -120,7 +122,7 @@ def test_the_size_of_a_quantised_checkpoint_is_that_of_its_tensors(tmp_path: Pat
 def test_a_plan_says_what_windows_spare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(PUBLISHED["gpt-oss-120b"].hf | {"sliding_window": 128}))
-    assert main(["plan", str(config), "--mesh", "4", "--max-num-seqs", "64"]) == 0
+    assert main(["plan", str(config), "--mesh", "4x1", "--max-num-seqs", "64"]) == 0
     columns, row = capsys.readouterr().out.splitlines()[3:]
     assert columns.endswith("all kept")
     tokens, _, kept = row.split()[-3:]
@@ -241,3 +243,103 @@ def test_tokens_are_no_more_than_the_server_makes_pages_for(tmp_path: Path, caps
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     assert main(["plan", str(tmp_path), "--mesh", "1", "--max-num-seqs", "3", "--max-model-len", "40"]) == 0
     assert capsys.readouterr().out.split()[-2:] == [str(2 * 3 * 48), f"{2 * 3 * 48 / 40:.1f}"]
+
+
+def test_every_split_of_a_mixture_is_tried_and_the_best_is_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scales of blocks cannot be split over four devices and by experts they can: Qwen3-30B-A3B-FP8, smaller."""
+    form = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    hf = PUBLISHED["Qwen3-30B-A3B"].hf | {"num_hidden_layers": 2, "quantization_config": form}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    assert main(["plan", str(tmp_path), "--mesh", "8"]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()[5:]]
+    assert [row[:3] for row in rows] == [["8", "2", "4"], ["8", "1", "8"]]
+    assert int(rows[0][-2]) >= int(rows[1][-2])
+    assert main(["plan", str(tmp_path), "--mesh", "4x2"]) == 2
+    assert "expert_ffn of 6 cannot be split over 4 devices -> use 1 device (--mesh 1x1)" in capsys.readouterr().err
+
+
+def test_gpt_oss_over_eight_devices_is_split_by_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = PUBLISHED["gpt-oss-120b"].hf | {"num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    assert main(["plan", str(tmp_path), "--mesh", "8"]) == 0
+    assert [row.split()[:3] for row in capsys.readouterr().out.splitlines()[5:]] == [["8", "2", "4"], ["8", "1", "8"]]
+
+
+def test_the_fewest_devices_that_would_do_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PUBLISHED["Llama-3.1-70B"].hf))
+    would = ", for which {} would do"
+    for words, told in (
+        (["--mesh", "1"], would.format("4 devices (--mesh 4x1)")),
+        (["--mesh", "1", "--memory", "141", "--max-model-len", "8192"], would.format("2 devices (--mesh 2x1)")),
+        (["--mesh", "4", "8"], ""),
+        (["--mesh", "1", "--memory", "0.001"], ""),  # none of any number
+    ):
+        assert main(["plan", str(config), *words]) == 0
+        line = capsys.readouterr().out.splitlines()[1]
+        assert line.partition(" tokens")[2] == told, words
+    assert main(["plan", str(config), "--mesh", "3"]) == 2
+    assert "-> use 4 devices (--mesh 4x1)" in capsys.readouterr().err
+
+
+def test_a_dense_model_whose_heads_cannot_be_split_is_split_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(TINY_LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16})
+    )
+    assert main(["plan", str(tmp_path), "--mesh", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["8", "1", "8"]
+
+
+def test_a_forgotten_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--mesh", "8", "16"], ["--mesh", "4x2", "8x1"], ["--memory", "80", "--mesh", "16"]):
+        with pytest.raises(SystemExit):
+            main(["plan", *words])
+        assert "the model is missing" in capsys.readouterr().err
+
+
+def test_long_work_shows_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    assert main(["plan", str(tmp_path), "--mesh", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("jaxserve.cli.plan._QUIET", 0.0)
+    assert main(["plan", str(tmp_path), "--mesh", "1", "2"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "jaxserve: planning: shapes of LlamaForCausalLM",
+        "jaxserve: planning: tensor 1, expert 1",
+        "jaxserve: planning: tensor 2, expert 1",
+    ]
+
+
+SERVED = {  # of the published files; one or two of each family, the small ones
+    "executorch--Llama-3.2-1B-Instruct",
+    "executorch--Qwen2.5-0.5B-Instruct",
+    "executorch--gemma2_2b_it",
+    "executorch--gemma3_1b_it",
+    "executorch--phi3.5-mini-instruct",
+    "Qwen--Qwen3-0.6B",
+    "Qwen--Qwen3-32B-FP8-Static-PerTensor",
+    "Qwen--Qwen3-30B-A3B-FP8",
+    "mistralai--Mixtral-8x22B-v0.1",
+    "openai--gpt-oss-20b",
+}
+LARGE = ("DeepSeek", "Kimi", "Qwen3", "Llama", "Mixtral", "gpt-oss", "executorch", "SmolLM2")
+
+
+@pytest.mark.parametrize("form", ["short", pytest.param("long", marks=pytest.mark.slow)])
+def test_published_configurations_are_planned_or_refused_with_the_cause(form: str, shared_data: SharedData) -> None:
+    folder = shared_data / "hf_configs"
+    names = configurations(folder)
+    assert len(names) == 99 and SERVED < set(names)
+    served = [name for name in names if name in SERVED or (form == "long" and any(word in name for word in LARGE))]
+    others = [name for name in names if not any(word in name for word in LARGE)]
+    outcomes = [plan(folder, name) for name in {*served, *others}]
+    refused = [outcome for outcome in outcomes if not outcome.planned]
+    assert SERVED <= {outcome.name for outcome in outcomes if outcome.planned}
+    causes = "architecture '|quantization '"
+    assert [each for each in refused if not re.search(causes, each.text) or "is not supported" not in each.text] == []

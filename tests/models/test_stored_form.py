@@ -406,3 +406,63 @@ def test_a_tensor_of_another_dtype_is_named(form: str, kind: str, dtype: Any, tm
         load_model(tmp_path, dtype=FLOAT32)
     with pytest.raises(ModelLoadError, match=message):  # before an update replaces anything
         source_of(list(damaged.items()), structure)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named", "others"),
+    [
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["mlp.gate", "model.layers.3", ".lm_head."]},
+            ["model.layers.0.mlp.gate", "model.layers.3.self_attn.q_proj", "lm_head", "mlp.gate.x", "mtp.lm_head"],
+            ["model.layers.0.mlp.gate_proj", "model.layers.31.self_attn.q_proj", "model.layers.13.up", "xmlp.gate"],
+        ),
+        (
+            compressed(8, 32)
+            | {"ignore": ["lm_head", "model.layers.0.*", "*.shared?.up", "re:.*mlp.gate$", "a.[bc].d"]},
+            ["lm_head", "model.layers.0.mlp.x", "m.shared1.up", "model.layers.1.mlp.gate", "a.b.d", "a.c.d"],
+            ["xlm_head", "model.layers.01.mlp", "m.shared.up", "model.layers.1.mlp.gate_proj", "a.e.d", "a.bc.d", ""],
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "FP8",
+                "exclude_modules": ["model.layers.7.self_attn*", "visual*"],
+            },
+            ["lm_head", "model.layers.7.self_attn", "model.layers.7.self_attn.q_proj", "visual.blocks.0"],
+            ["model.layers.7.mlp", "model.layers.70.self_attn", "model.visual"],
+        ),
+        (AWQ, ["lm_head", "model.layers.0.mlp.gate.x"], ["model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"]),
+        (
+            compressed(8, 32) | {"ignore": ["re:(?!.*experts).*up$", "re:.*gate$"]},
+            ["model.mlp.up", "model.mlp.gate"],
+            ["model.experts.up", "model.mlp.gate_proj"],
+        ),
+    ],
+    ids=["parts", "compressed-tensors", "modelopt", "awq", "look-around"],
+)
+def test_modules_that_a_checkpoint_leaves_unquantized(
+    quantization: dict[str, Any], named: list[str], others: list[str]
+) -> None:
+    form = read_stored_form(quantization)
+    assert form is not None
+    assert [module for module in named if not form.is_wide(module)] == []
+    assert [module for module in others if form.is_wide(module)] == []
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [f"model.layers.{layer}.mlp.gate" for layer in range(300)],
+        [f"model.layers.{layer}.self_attn*" for layer in range(300)],
+    ],
+)
+def test_entries_of_plain_text_are_no_expressions(entries: list[str]) -> None:
+    """A list has an entry per layer, and tens of thousands of experts are looked up in it."""
+    for quantization in (
+        compressed(8, 32) | {"ignore": entries},
+        {"quant_method": "fp8", "modules_to_not_convert": entries},
+        {"quant_method": "fp8", "ignore": entries},
+        gptq(4, 32) | {"modules_to_not_convert": entries},
+    ):
+        form = read_stored_form(quantization)
+        assert form is not None and form.unquantized.expressions == ()

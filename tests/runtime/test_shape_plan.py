@@ -11,7 +11,7 @@ from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import build
 from jaxserve.runtime.memory import Sizes, plan_memory
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
+from jaxserve.runtime.shape_plan import ShapePlan, ShapePlanner, splits
 from jaxserve.types.scheduling.window_size import WindowSize
 from tests.conftest import SharedData
 from tests.models.published import PUBLISHED
@@ -26,11 +26,12 @@ HEADS = {"Gemma-2-2B": 8, "Gemma-3-1B": 4}  # attention heads: no more devices t
 def test_published_sizes(name: str) -> None:
     model = PUBLISHED[name]
     config = from_hf(model.hf)
+    planner = ShapePlanner(config, BFLOAT16)
     for devices in (1, 8, 16):
-        tensor, expert = default_mesh(config, devices)
+        tensor, expert = splits(config, devices)[0]
         if tensor > HEADS.get(name, 128):
             tensor = HEADS[name]
-        plan = plan_by_shape(config, BFLOAT16, tensor, expert)
+        plan = planner.plan(tensor, expert)
         assert plan.num_parameters / 1e9 == pytest.approx(model.billions, abs=5e-4)
         ideal = 2 * plan.num_parameters / plan.num_devices
         assert plan.num_devices == 1 or plan.largest_whole[1] < LARGE, plan.largest_whole
@@ -51,7 +52,8 @@ def test_these_are_the_published_files(name: str, shared_data: SharedData) -> No
 
 def test_kv_bytes_and_tokens() -> None:
     config = from_hf(PUBLISHED["Llama-3.1-8B"].hf)
-    one, eight, sixteen = (plan_by_shape(config, BFLOAT16, tensor, 1) for tensor in (1, 8, 16))
+    planner = ShapePlanner(config, BFLOAT16)
+    one, eight, sixteen = (planner.plan(tensor, 1) for tensor in (1, 8, 16))
     assert one.kv_token_bytes == 32 * 2 * 8 * 128 * 2
     assert eight.kv_token_bytes == sixteen.kv_token_bytes == one.kv_token_bytes // 8  # 8 kv heads: each twice on 16
     assert one.kv_tokens(8 * GIB) == 0
@@ -62,7 +64,7 @@ def test_kv_bytes_and_tokens() -> None:
 def test_what_is_counted_is_what_lies_there() -> None:
     """A small model on one device, against arrays."""
     config = from_hf(PUBLISHED["Gemma-3-1B"].hf).replace(num_layers=2, layer_windows=(512, None), vocab_size=1000)
-    plan = plan_by_shape(config, BFLOAT16, 1, 1)
+    plan = ShapePlanner(config, BFLOAT16).plan(1, 1)
     arrays = [np.zeros(spec.shape, np.uint16) for spec in build(config, BFLOAT16).specs]
     assert isinstance(plan, ShapePlan) and plan.weight_bytes == sum(array.nbytes for array in arrays)
 
@@ -70,7 +72,7 @@ def test_what_is_counted_is_what_lies_there() -> None:
 def test_windowed_layers_leave_room_for_more_tokens() -> None:
     """gpt-oss-120b on four devices: half of its layers see 128 tokens."""
     config = from_hf(PUBLISHED["gpt-oss-120b"].hf | {"sliding_window": 128})
-    plan = plan_by_shape(config, BFLOAT16, 4, 1)
+    plan = ShapePlanner(config, BFLOAT16).plan(4, 1)
     assert (plan.window, plan.window_token_bytes * 2) == (128, plan.kv_token_bytes)
     kept = plan.kv_tokens(80 * GIB)
     tokens, contexts = plan.room(80 * GIB, 131072)
@@ -81,13 +83,13 @@ def test_windowed_layers_leave_room_for_more_tokens() -> None:
 
 
 def test_the_plan_without_windows_is_the_old_one() -> None:
-    plan = plan_by_shape(from_hf(PUBLISHED["Llama-3.1-8B"].hf), BFLOAT16, 1, 1)
+    plan = ShapePlanner(from_hf(PUBLISHED["Llama-3.1-8B"].hf), BFLOAT16).plan(1, 1)
     assert plan.room(80 * GIB, 131072) == (plan.kv_tokens(80 * GIB), plan.kv_tokens(80 * GIB) / 131072)
 
 
 def test_pages_of_8_bits_are_counted_with_their_scales() -> None:
     model = from_hf(PUBLISHED["Llama-3.1-8B"].hf)
-    wide, narrow = (plan_by_shape(model, BFLOAT16, 1, 1, cache_dtype=dtype) for dtype in (None, jnp.dtype("int8")))
+    wide, narrow = (ShapePlanner(model, BFLOAT16, cache_dtype=dtype).plan(1, 1) for dtype in (None, jnp.dtype("int8")))
     assert wide.kv_token_bytes == 32 * 2 * 8 * 128 * 2
     assert narrow.kv_token_bytes == 32 * 2 * 8 * (128 + 4)
 
@@ -95,7 +97,7 @@ def test_pages_of_8_bits_are_counted_with_their_scales() -> None:
 def test_the_plan_counts_the_8_bit_pages_that_the_server_makes() -> None:
     """On 131 GiB more than 2 GiB of a layer would fit, of which the Triton kernels do not read all."""
     model, int8 = from_hf(PUBLISHED["Llama-3.1-8B"].hf), jnp.dtype("int8")
-    plan = plan_by_shape(model, BFLOAT16, 1, 1, cache_dtype=int8)
+    plan = ShapePlanner(model, BFLOAT16, cache_dtype=int8).plan(1, 1)
     fit = int(131 * GIB * 0.9 - plan.weight_bytes) // (16 * plan.kv_token_bytes)
     reached = 2**31 // (16 * 2 * 8 * 128)
     assert reached < fit < 2 * reached
@@ -119,7 +121,7 @@ def test_the_plan_counts_the_8_bit_pages_that_the_server_makes() -> None:
 
 def test_the_plan_counts_the_8_bit_pages_of_windows() -> None:
     hf = PUBLISHED["gpt-oss-120b"].hf | {"sliding_window": 128}
-    plan = plan_by_shape(from_hf(hf), BFLOAT16, 1, 1, cache_dtype=jnp.dtype("int8"))
+    plan = ShapePlanner(from_hf(hf), BFLOAT16, cache_dtype=jnp.dtype("int8")).plan(1, 1)
     page, reached = 16 * 2 * 8 * 64, 2**17
     assert plan.reached == (page, page) and reached * page == 2**31
     memory = int((plan.weight_bytes + 60 * GIB) / 0.9)
@@ -131,6 +133,7 @@ def test_the_plan_counts_the_8_bit_pages_of_windows() -> None:
 
 def test_a_weight_that_the_server_refuses_is_refused_by_the_plan() -> None:
     config = from_hf(PUBLISHED["DeepSeek-V3"].hf).replace(quantization="fp8", num_layers=4)
+    planner = ShapePlanner(config, BFLOAT16)
     with pytest.raises(ConfigError, match=r"experts\S* has 3\.50 GiB on a device, and the Triton kernels read"):
-        plan_by_shape(config, BFLOAT16, 1, 2)
-    assert plan_by_shape(config, BFLOAT16, 1, 4).weight_bytes > GIB
+        planner.plan(1, 2)
+    assert planner.plan(1, 4).weight_bytes > GIB

@@ -6,6 +6,7 @@ configuration of FP8 tells it for a plan without files.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.hf_keys import Json, shown
 from jaxserve.models.loading.file_formats.gguf_model import published_config
-from jaxserve.models.stored_form import StoredForm, linear_pattern
+from jaxserve.models.stored_form import ModuleNames, StoredForm, linear_pattern
 from jaxserve.ops.quantized import BLOCK
 from jaxserve.text.regex_guard import check_pattern
 
@@ -22,6 +23,7 @@ _INTEGER_FORMATS = ("int-quantized", "pack-quantized")
 _FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense")
 _IGNORED = ("ignore", "exclude_modules")
 _PERMUTED = ("group", "dynamic")  # the words of `actorder` for groups that are not successive inputs
+_HEAD = "lm_head"
 _GLOB = re.compile(r"\[!?[\w.-]+\]|.", re.DOTALL)
 _BY = re.compile(r"\d{1,7}x\d{1,7}")
 
@@ -67,7 +69,7 @@ def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -
         case "modelopt" if quantization.get("quant_algo", "FP8") == "FP8":
             return _fp8(quantization, block)
         case "mxfp4":
-            return StoredForm("mxfp4", 4, BLOCK, False, ())
+            return StoredForm("mxfp4", 4, BLOCK, False)
         case "gptq":
             return _gptq(quantization)
         case "awq":
@@ -129,7 +131,7 @@ def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None
     if sparse:
         _only(sparse, "format", "dense")
     size = scheme.get("group_size") if scheme["strategy"] == "group" else None
-    ignored = tuple(_pattern(name) for name in _names(found, "ignore"))
+    ignored = _module_names(_names(found, "ignore"))
     zeros = scheme.get("symmetric") is False
     permuted = size is not None and scheme.get("actorder") in _PERMUTED
     rounds, bits = _rounds_activations(found), _bits(scheme, "num_bits")
@@ -161,11 +163,11 @@ def _rounds_activations(found: Json) -> bool:
 
 
 def _fp8(found: Json, block: tuple[int, int] | None) -> StoredForm:
-    ignored = [_pattern(name) for key in _IGNORED for name in _names(found, key)]
-    ignored += [_module_pattern(name) for name in _names(found, "modules_to_not_convert")]
-    wide = (r"^lm_head$", *ignored)
+    ignored = _module_names([_HEAD, *(name for key in _IGNORED for name in _names(found, key))])
+    parts = tuple(name.strip(".") for name in _names(found, "modules_to_not_convert"))
+    ignored = dataclasses.replace(ignored, parts=parts)
     group = None if block is None else block[1]
-    return StoredForm("fp8", 8, group, False, wide, rounds_activations=_rounds_activations(found))
+    return StoredForm("fp8", 8, group, False, ignored, rounds_activations=_rounds_activations(found))
 
 
 def _check_bound(found: Json) -> None:
@@ -182,7 +184,7 @@ def _gptq(found: Json) -> StoredForm:
     _only(found, "lm_head", None, False)
     _only(found, "checkpoint_format", None, "gptq", "gptq_v2")
     offset = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
-    ignored = (r"^lm_head$", *(re.escape(name) for name in _names(found, "modules_to_not_convert")))
+    ignored = ModuleNames((_HEAD,), substrings=tuple(_names(found, "modules_to_not_convert")))
     group = _group(found.get("group_size"))
     permuted = bool(found.get("desc_act")) and not found.get("static_groups") and group is not None
     return StoredForm("gptq", _bits(found, "bits"), group, True, ignored, offset, permuted)
@@ -191,7 +193,7 @@ def _gptq(found: Json) -> StoredForm:
 def _awq(found: Json) -> StoredForm:
     _only(found, "version", None, "gemm", "GEMM")
     _only(found, "bits", 4)
-    ignored = (r"^lm_head$", *(re.escape(name) for name in _names(found, "modules_to_not_convert")))
+    ignored = ModuleNames((_HEAD,), substrings=tuple(_names(found, "modules_to_not_convert")))
     return StoredForm("awq", 4, _group(found.get("group_size")), True, ignored)
 
 
@@ -228,27 +230,38 @@ def _types(found: Json) -> dict[str, str]:
     return types
 
 
-def _module_pattern(name: str) -> str:
-    """Return a regular expression of an entry of `modules_to_not_convert`: successive parts of a module's name."""
-    return rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"
-
-
-def _pattern(name: str) -> str:
-    """Return a regular expression of an entry of compressed-tensors' `ignore`: a name, or re: and an expression.
+def _module_names(entries: list[str]) -> ModuleNames:
+    """Translate entries of compressed-tensors' `ignore`: a name, or re: and an expression from a name's start.
 
     * and ? of a name stand for any characters, as in modelopt's entries. Raises ValueError for an expression that is
     damaged, or that is slow on some names: RE2 is never slow, but lacks look-around.
     """
-    if not name.startswith("re:"):
-        return f"^{_GLOB.sub(_of_glob, name)}$"
-    source = f"^(?:{name[3:]})"
+    names, prefixes, expressions = list[str](), list[str](), list[str]()
+    for entry in entries:
+        if entry.startswith("re:"):
+            expressions.append(_expression(entry))
+        elif not _is_glob(entry):
+            names.append(entry)
+        elif entry.endswith("*") and not _is_glob(entry[:-1]):
+            prefixes.append(entry[:-1])
+        else:
+            expressions.append(f"^{_GLOB.sub(_of_glob, entry)}$")
+    return ModuleNames(tuple(names), prefixes=tuple(prefixes), expressions=tuple(expressions))
+
+
+def _expression(entry: str) -> str:
+    source = f"^(?:{entry[3:]})"
     if linear_pattern(source) is not None:
         return source
     try:
-        check_pattern(name[3:])
+        check_pattern(entry[3:])
         return re.compile(source).pattern
     except (re.error, ValueError) as error:
-        raise ValueError(f"'ignore' has no regular expression in {shown(name)}: {error}") from None
+        raise ValueError(f"'ignore' has no regular expression in {shown(entry)}: {error}") from None
+
+
+def _is_glob(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
 
 
 def _of_glob(match: re.Match[str]) -> str:
