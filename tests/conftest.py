@@ -6,9 +6,10 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,36 @@ TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb
 # Run first, in this order: files of few and long tests. Behind them no worker is long alone at the end. tests/e2e is
 # third because its servers have the programs of tests/faults, which would otherwise be compiled twice at the same time.
 LONG = ("tests/faults/", "tests/ops/", "tests/e2e/", "tests/runtime/", "tests/models/", "tests/cli/", "tests/test_")
+
+# The second tier, marked `full`: tests that compile much, or start many processes. `pytest` alone runs the first tier,
+# in which one server is asked by the real client (test_first_light.py) and one engine is killed (QUICK_TESTS).
+FULL = (
+    "tests/bench/",
+    "tests/deploy/",
+    "tests/e2e/",
+    "tests/faults/",
+    "tests/models/",
+    "tests/ops/",
+    "tests/ray/",
+    "tests/runtime/",
+)
+# Of these folders, what compiles little.
+QUICK = (
+    "tests/e2e/test_first_light.py",
+    "tests/models/test_hf_config.py",
+    "tests/models/test_published_keys.py",
+    "tests/models/test_rope.py",
+    "tests/ops/test_ragged.py",
+    "tests/ops/test_linear.py",
+    "tests/runtime/test_buckets.py",
+    "tests/runtime/test_mesh.py",
+    "tests/runtime/test_runner_config.py",
+    "tests/runtime/test_step_input.py",
+    "tests/runtime/test_vocab.py",
+)
+QUICK_TESTS = ("tests/faults/test_engine_death.py::test_a_killed_engine_loses_nothing",)
+DEFAULT_MARKS = "not slow and not clients"  # of addopts in pyproject.toml
+SKIPS = Path(__file__).with_name("expected_skips.txt")
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -106,11 +137,85 @@ class FailuresAtOnce:
             self._reporter.write_line("\n".join(last))
 
 
+class ExpectedSkips:
+    """Fails a run of CI in which a test was skipped for a reason that expected_skips.txt does not have.
+
+    Each line of the file is a regular expression that matches a whole reason; # begins a comment.
+    """
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter = reporter
+        lines = (line.partition("  #")[0].strip() for line in SKIPS.read_text(encoding="utf-8").splitlines())
+        self._expected = [re.compile(line) for line in lines if line and not line.startswith("#")]
+        self._unexpected: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._look(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._look(report)
+
+    def _look(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            if not any(each.fullmatch(reason) for each in self._expected):
+                self._unexpected[report.nodeid] = reason
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        if self._unexpected and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        yield
+        for test, reason in self._unexpected.items():
+            self._reporter.write_line(f"UNEXPECTED SKIP {test}: {reason}")
+
+
+class QuickTier:
+    """Leaves the full tests out of a run that names no tests, and says so in the last line."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        worker = getattr(config, "workerinput", None)  # of a process of pytest-xdist, which gets other arguments
+        named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+        self.wanted: bool = worker["quick tier"] if worker else not named and config.option.markexpr == DEFAULT_MARKS
+        self._left_out = 0
+
+    @pytest.hookimpl(tryfirst=True)  # before pytest's own selection by -m
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        for item in items:
+            path = item.nodeid.split("::")[0]
+            apart = item.get_closest_marker("slow") or item.get_closest_marker("clients")
+            if path.startswith(FULL) and path not in QUICK and not item.nodeid.startswith(QUICK_TESTS) and not apart:
+                item.add_marker("full")
+        if self.wanted:
+            full = [item for item in items if item.get_closest_marker("full")]
+            items[:] = [item for item in items if not item.get_closest_marker("full")]
+            config.hook.pytest_deselected(items=full)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: WorkerController) -> None:
+        node.workerinput["quick tier"] = self.wanted
+
+
 @pytest.hookimpl(trylast=True)  # behind the one that makes the reporter
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(QuickTier(config), "quick tier")
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         config.pluginmanager.register(FailuresAtOnce(reporter), "failures at once")
+        if os.environ.get("CI"):
+            config.pluginmanager.register(ExpectedSkips(reporter), "expected skips")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say in the last line what was not run, and how to run it."""
+    tier = config.pluginmanager.get_plugin("quick tier")
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if isinstance(tier, QuickTier) and tier.wanted and isinstance(reporter, pytest.TerminalReporter):
+        reporter.write_line(
+            "These were the quick tests. Not run: the full ones (pytest -n 2 --dist loadgroup -m full), long forms "
+            "(-m slow), real clients (-m clients, docs/clients.md)."
+        )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
