@@ -130,9 +130,16 @@ def test_behind_a_prefix(server: LiveServer, browser: Browser) -> None:
 
 
 def stored(browser: Browser) -> Any:
-    """The texts of the conversations that the browser keeps."""
+    """The texts that are shown of the conversations that the browser keeps."""
     talks = json.loads(browser.run("localStorage.getItem('jaxserve.talks')"))
-    return [[message["content"] for message in talk["messages"]] for talk in talks]
+    shown = []
+    for talk in talks:
+        texts, at = list[str](), talk.get("last", len(talk["messages"]) - 1)
+        while at is not None:
+            texts.insert(0, talk["messages"][at]["content"])
+            at = talk["messages"][at].get("parent", at - 1 if at else None)
+        shown.append(texts)
+    return shown
 
 
 def test_regenerate_edit_and_copy(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
@@ -149,14 +156,94 @@ def test_regenerate_edit_and_copy(server: LiveServer, browser: Browser, tmp_path
     browser.wait(f"{ENDED} === 1 && {LAST}.querySelector('.body').innerText === 'two'")
     assert stored(browser) == [["A", "two"]]
     browser.press("Edit", "document.querySelector('.user')")
-    assert browser.run("document.querySelectorAll('.message').length") == 0
+    assert browser.run("document.activeElement.value") == "A"
     enter = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r", "modifiers": 8}  # with Shift
     browser.send("Input.dispatchKeyEvent", type="keyDown", **enter)
     browser.type("B")
     browser.picture(tmp_path / "edit.png")
     browser.type("\n")
-    browser.wait(f"{ENDED} === 1")
+    browser.wait(f"{ENDED} === 1 && document.querySelector('.user .body')?.innerText === 'A\\nB'")
     assert stored(browser) == [["A\nB", "two"]]
+    assert browser.complaints == []
+
+
+SHOWN = "[...document.querySelectorAll('.message .body')].map((each) => each.innerText).join('|')"
+USER = "document.querySelector('.user')"
+ANSWER = "document.querySelector('.assistant')"
+
+
+def converse(server: LiveServer, browser: Browser, *turns: tuple[str, str]) -> None:
+    """Ask the questions one after another, and wait for each answer."""
+    for question, answer in turns:
+        before = browser.run("document.querySelectorAll('.assistant').length")
+        reply_with(server, answer)
+        ask(browser, question)
+        browser.wait(f"{ENDED} === {before + 1}")
+
+
+def test_versions_are_kept(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    """Of an early answer and of a question, with what follows each of them."""
+    open_page(browser, server.url)
+    converse(server, browser, ("A", "one"), ("B", "two"))
+    reply_with(server, "three")
+    browser.press("Regenerate", ANSWER)
+    browser.wait(f"{ENDED} === 1 && {SHOWN} === 'A|three'")
+    browser.picture(tmp_path / "versions.png")
+    browser.press("‹", ANSWER)
+    browser.wait(f"{SHOWN} === 'A|one|B|two'")
+    browser.press("Edit", "document.querySelectorAll('.user')[1]")
+    browser.type("b")
+    reply_with(server, "four")
+    browser.press("Send", "document.querySelectorAll('.user')[1]")
+    browser.wait(f"{ENDED} === 2 && {SHOWN} === 'A|one|Bb|four'")
+    sent = server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids)
+    assert "one" in sent and "Bb" in sent and "three" not in sent and "two" not in sent
+    browser.open(f"{server.url}/?again")
+    assert browser.run(SHOWN) == "A|one|Bb|four" and stored(browser) == [["A", "one", "Bb", "four"]]
+    browser.press("‹", "document.querySelectorAll('.user')[1]")
+    browser.wait(f"{SHOWN} === 'A|one|B|two'")
+    browser.press("›", ANSWER)
+    browser.wait(f"{SHOWN} === 'A|three'")
+    converse(server, browser, ("C", "five"))
+    assert browser.run(SHOWN) == "A|three|C|five"
+    browser.press("‹", ANSWER)
+    browser.wait(f"{SHOWN} === 'A|one|Bb|four'")
+    browser.press("Branch", "document.querySelectorAll('.user')[1]")
+    browser.wait(f"{SHOWN} === 'A|one|Bb'")
+    assert stored(browser) == [["A", "one", "Bb"], ["A", "one", "Bb", "four"]]
+    assert browser.complaints == []
+
+
+def test_an_edit_that_is_given_up_changes_nothing(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    open_page(browser, server.url)
+    converse(server, browser, ("A", "one"), ("B", "two"))
+    edited = "document.querySelector('.message > textarea')"
+    escape = {"key": "Escape", "code": "Escape", "windowsVirtualKeyCode": 27}
+    for give_up in (
+        lambda: browser.press("Cancel", USER),
+        lambda: browser.send("Input.dispatchKeyEvent", type="keyDown", **escape),
+        lambda: browser.press("New conversation"),
+    ):
+        browser.press("Edit", USER)
+        browser.type("never sent")
+        assert browser.run(f"{edited}.value") == "Anever sent"
+        give_up()
+        browser.wait(f"{edited} === null")
+    assert browser.run("document.getElementById('question').value") == "" and browser.run(SHOWN) == ""
+    browser.press("A")
+    browser.wait(f"{SHOWN} === 'A|one|B|two'")
+    assert stored(browser) == [["A", "one", "B", "two"]] and len(server.link.seen) == 2
+    assert browser.complaints == []
+
+
+def test_an_answer_that_fails_leaves_the_version_before(server: LiveServer, browser: Browser) -> None:
+    open_page(browser, server.url)
+    converse(server, browser, ("A", "one"), ("B", "two"))
+    browser.run("document.getElementById('tools').value = '['")
+    browser.press("Regenerate", ANSWER)
+    browser.wait("document.getElementById('notice').textContent === 'The tools in Settings are not JSON.'")
+    assert browser.run(SHOWN) == "A|one|B|two" and stored(browser) == [["A", "one", "B", "two"]]
+    assert not browser.run("document.querySelector('.tools span')"), "there is one version"
     assert browser.complaints == []
 
 
@@ -217,6 +304,28 @@ def test_a_batch_in_progress_is_shown_and_cancelled(browser: Browser, tmp_path: 
     assert browser.complaints == []
 
 
+def test_the_reasons_of_a_failed_batch_are_shown(browser: Browser, tmp_path: Path) -> None:
+    lines = [chat_line(number) for number in range(30)]
+    bad = ["{", *(json.dumps(line | {"url": "/v1/nope"}) for line in lines)]
+    (tmp_path / "bad.jsonl").write_text("\n".join([json.dumps(lines[0]), *bad]) + "\n")
+    with LiveServer(store=tmp_path / "store") as server:
+        open_page(browser, server.url)
+        browser.run("location.hash = 'files'")
+        browser.choose_file("#upload", tmp_path / "bad.jsonl")
+        browser.wait("document.getElementById('file-table').innerText.includes('bad.jsonl')")
+        browser.press("Start batch")
+        browser.wait("document.getElementById('batch-table').innerText.includes('failed')")
+        told = browser.run("[...document.querySelectorAll('#batch-table .error')].map((each) => each.textContent)")
+        [batch] = httpx2.get(f"{server.url}/v1/batches").json()["data"]
+        errors = batch["errors"]["data"]
+        shown = [f"Line {error['line']}: {error['message']}" for error in errors[:20]]
+        assert told == [*shown, *([f"and {len(errors) - 20} more"] if len(errors) > 20 else [])]
+        assert told[0].startswith("Line 2: ")
+        browser.picture(tmp_path / "failed.png")
+        browser.send("Page.navigate", url="about:blank")
+    assert browser.complaints == []
+
+
 def test_branches_and_deletion(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
     open_page(browser, server.url)
     reply_with(server, "one")
@@ -263,11 +372,21 @@ def test_a_key(keyed: LiveServer, browser: Browser, tmp_path: Path) -> None:
 def test_export_import_and_search(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
     talks = [{"id": name, "messages": [{"role": "user", "content": f"About {name}"}]} for name in ("cats", "dogs")]
     (tmp_path / "good.json").write_text(json.dumps(talks))
-    bad = [{"id": "x", "messages": [{"role": "assistant", "content": "", "calls": [None]}]}]
-    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    good = {"role": "user", "content": ""}
+    bad = [
+        {"messages": [{"role": "assistant", "content": "", "calls": [None]}]},
+        {"messages": [good | {"parent": 0}]},  # the parent of itself
+        {"messages": [good, good | {"parent": -1}]},
+        {"messages": [good], "last": 1},
+    ]
     open_page(browser, server.url)
-    browser.choose_file("#import", tmp_path / "bad.json")
-    browser.wait("document.getElementById('notice').textContent === 'bad.json has no conversations of this page.'")
+    for number, talk in enumerate(bad):
+        path = tmp_path / f"bad{number}.json"
+        path.write_text(json.dumps([{"id": "x"} | talk]))
+        browser.choose_file("#import", path)
+        browser.wait(
+            f"document.getElementById('notice').textContent === '{path.name} has no conversations of this page.'"
+        )
     browser.choose_file("#import", tmp_path / "good.json")
     titles = "[...document.querySelectorAll('#talks .open')].map((each) => each.textContent).join()"
     browser.wait(f"{titles} === 'About cats,About dogs'")

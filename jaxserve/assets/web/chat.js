@@ -35,33 +35,66 @@ function fill(node, message, isLast = false) {
   node.replaceChildren(...thought, body, ...calls, ...ended);
 }
 
-function tools(message, index) {
-  const again = () => answerFrom(index);
-  const edit = () => {
-    talk.messages.length = index;
-    byId("question").value = message.content;
-    show();
-    byId("question").focus();
-  };
-  const branch = () => choose(talks.branch(talk, index + 1));
-  const more = message.role === "user" ? [button("Edit", edit)] : [button("Regenerate", again)];
-  if (index === talk.messages.length - 1) {
-    const next = () => answerFrom(index + 1);
+function tools(node, index, isLast) {
+  const message = talk.messages[index];
+  const again = () => answerTo(talks.parentOf(talk, index));
+  const branch = () => choose(talks.branch(talk, index));
+  const more = message.role === "user" ? [button("Edit", () => edit(node, index))] : [button("Regenerate", again)];
+  if (isLast) {
+    const next = () => answerTo(index);
     if (message.role === "user") more.push(button("Ask again", next));
     else if (message.calls) more.push(button("Send results", next));
   }
-  return made("div", { className: "tools" }, copyButton(message.content), ...more, button("Branch", branch));
+  return made("div", { className: "tools" }, copyButton(message.content), ...more, button("Branch", branch), ...versions(index));
 }
 
-function messageNode(message, index) {
+// Returns the buttons that go to the version before and after, if there are several.
+function versions(index) {
+  const all = talks.versionsOf(talk, index);
+  if (all.length === 1) return [];
+  const at = all.indexOf(index);
+  const step = (text, title, to) => Object.assign(button(text, () => {
+    talks.showVersion(talk, to);
+    keep(talk);
+    show();
+  }), { title, disabled: to === undefined });
+  const place = made("span", { className: "dim", textContent: `${at + 1}/${all.length}` });
+  return [step("‹", "Previous version", all[at - 1]), place, step("›", "Next version", all[at + 1])];
+}
+
+// Puts a field in the place of a question. Its text becomes another version of the question once it is sent.
+function edit(node, index) {
+  const field = made("textarea", { value: talk.messages[index].content, rows: 3 });
+  field.setAttribute("aria-label", "Edited question");
+  const send = () => {
+    if (!field.value.trim() || running) return;
+    talks.add(talk, { role: "user", content: field.value.trim() }, talks.parentOf(talk, index));
+    keep(talk);
+    answerTo(talk.last);
+  };
+  field.addEventListener("keydown", (event) => {
+    if (isSend(event)) {
+      event.preventDefault();
+      send();
+    } else if (event.key === "Escape") show();
+  });
+  node.replaceChildren(field, made("div", { className: "tools" }, button("Send", send), button("Cancel", show)));
+  field.focus();
+}
+
+const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+function messageNode(index, isLast) {
+  const message = talk.messages[index];
   const node = made("article", { className: `message ${message.role}` });
-  fill(node, message, !running && index === talk.messages.length - 1);
-  if (!running) node.append(tools(message, index));
+  fill(node, message, !running && isLast);
+  if (!running) node.append(tools(node, index, isLast));
   return node;
 }
 
 function show() {
-  byId("messages").replaceChildren(...talk.messages.map(messageNode));
+  const path = talks.shown(talk);
+  byId("messages").replaceChildren(...path.map((each) => messageNode(each, each === path.at(-1))));
   byId("messages").scrollTop = byId("messages").scrollHeight;
   byId("send").hidden = running !== null;
   byId("stop").hidden = running === null;
@@ -99,14 +132,14 @@ function keep(of) {
   if (!talks.put(of)) notice("This browser has no room for more conversations: export them and delete some.");
 }
 
-// Asks with the messages before `index` and streams the answer into a new message there.
-async function answerFrom(index) {
+// Asks with the messages up to this one and streams the answer into a new message after it.
+async function answerTo(index) {
   const own = talk;
+  const before = own.last;
   const abort = new AbortController();
   const message = { role: "assistant", content: "" };
-  const dropped = own.messages.splice(index);
-  const asked = own.messages.flatMap(sentForm);
-  own.messages.push(message);
+  const asked = talks.pathTo(own, index).map((each) => own.messages[each]).flatMap(sentForm);
+  talks.add(own, message, index);
   running = abort;
   notice("");
   show();
@@ -136,7 +169,7 @@ async function answerFrom(index) {
   }
   clearTimeout(due);
   const isEmpty = !message.content && !message.thinking && !message.calls;
-  if (isEmpty && message.failed) own.messages.splice(index, 1, ...dropped);
+  if (isEmpty && message.failed && own.messages.at(-1) === message) talks.takeBack(own, before);
   if (running === abort) running = null;
   keep(own);
   if (talk === own) show();
@@ -170,15 +203,15 @@ function ask(event) {
   const question = byId("question").value.trim();
   if (!question || running) return;
   byId("question").value = "";
-  talk.messages.push({ role: "user", content: question });
+  talks.add(talk, { role: "user", content: question }, talks.shown(talk).at(-1) ?? null);
   keep(talk);
-  answerFrom(talk.messages.length);
+  answerTo(talk.last);
 }
 
 export function openChat() {
   byId("ask").addEventListener("submit", ask);
   byId("question").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) ask(event);
+    if (isSend(event)) ask(event);
   });
   addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
   byId("stop").addEventListener("click", () => running?.abort());

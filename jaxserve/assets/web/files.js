@@ -3,6 +3,8 @@
 import { call } from "./api.js";
 import { button, byId, download, made, notice } from "./page.js";
 
+const SHOWN_ERRORS = 20;
+
 // Where several models are served, each has files of its own, which are asked for by the model of Settings.
 const address = (path) => {
   const { length, value } = byId("models");
@@ -29,6 +31,13 @@ function fileRow(file) {
   return row("td", file.filename, file.purpose, `${file.bytes} B`, when(file.created_at), made("div", { className: "row" }, ...actions));
 }
 
+// Returns the nodes that say why a batch failed, each with the line of the file that it is about.
+function reasons(errors) {
+  const told = errors.slice(0, SHOWN_ERRORS).map(({ line, message }) => (line ? `Line ${line}: ${message}` : message));
+  if (errors.length > SHOWN_ERRORS) told.push(`and ${errors.length - SHOWN_ERRORS} more`);
+  return told.map((textContent) => made("div", { className: "error", textContent }));
+}
+
 function batchRow(batch) {
   const { completed = 0, failed = 0, total = 0 } = batch.request_counts ?? {};
   const actions = [];
@@ -39,7 +48,8 @@ function batchRow(batch) {
   }
   const done = made("progress", { max: Math.max(total, 1), value: completed + failed });
   const counts = made("span", {}, done, ` ${completed} of ${total}${failed ? `, ${failed} failed` : ""}`);
-  return row("td", batch.id, batch.status, counts, when(batch.created_at), made("div", { className: "row" }, ...actions));
+  const status = made("div", {}, batch.status, ...reasons(batch.errors?.data ?? []));
+  return row("td", batch.id, status, counts, when(batch.created_at), made("div", { className: "row" }, ...actions));
 }
 
 async function refresh() {
