@@ -18,6 +18,14 @@ from jaxserve.errors import ModelLoadError
 MAX_BYTES = 256 << 20  # per text file; the index of a checkpoint with 100,000 tensors has 10 MB, a tokenizer 30 MB
 MAX_TEMPLATE_BYTES = 256 << 10  # published templates have at most 20 kB; one of this size takes 2 s to compile
 GGUF_FILES = "*.[gG][gG][uU][fF]"  # a pattern
+# Files beside a model's weights that are not its weights: macOS writes ._NAME beside each file; adapters; the state of
+# an optimizer; the authors' own format; the picture part of a GGUF file.
+_NOT_WEIGHTS = re.compile(r"\.|adapter|lora|pytorch_lora|optimizer|consolidated|mmproj", re.IGNORECASE)
+# sentence-transformers' names of one file, in the order in which it looks for them
+_SENTENCE_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 _PART = re.compile(r"(.+-)\d{5}(-of-(\d{5})\.gguf)", re.IGNORECASE)
 # every file that the server, the loader or the converter opens
 _READ = (
@@ -50,15 +58,25 @@ def gguf_file(path: Path) -> Path | None:
     """
     if path.is_file() and path.suffix.lower() != ".gguf":
         return None
-    given = [path] if path.is_file() else path.glob(GGUF_FILES)
+    given = [path] if path.is_file() else weight_files(path, GGUF_FILES)
     files = sorted({gguf_parts(file)[0] for file in given})
-    if not files or any(path.glob("*.safetensors")) or (path / "arrays").is_dir():
+    if not files or weight_files(path) or (path / "arrays").is_dir():
         return None
     if len(files) > 1:
         raise ModelLoadError(f"{path} has {len(files)} GGUF files", fix=f"name one of them, such as {files[0]}")
     if not files[0].is_file():
         raise ModelLoadError(f"{files[0]} does not exist", fix="download all parts of the file")
     return files[0]
+
+
+def weight_files(directory: Path, pattern: str = "*.safetensors") -> list[Path]:
+    """Return the files of a directory that may have the model's weights, by name. Adapters and the like are none."""
+    return sorted(file for file in directory.glob(pattern) if not _NOT_WEIGHTS.match(file.name))
+
+
+def sentence_settings(directory: Path) -> Path | None:
+    """Return the file in which sentence-transformers keeps the longest text and whether texts are lower-cased."""
+    return next((path for name in _SENTENCE_FILES if (path := directory / name).is_file()), None)
 
 
 def gguf_parts(file: Path) -> list[Path]:
@@ -112,3 +130,10 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} does not hold a JSON object")
     return value
+
+
+def as_integer(value: Any) -> int | None:
+    """Return a JSON number as an integer; None: it is none. 32768.0 is one, as some tools write 32768."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None

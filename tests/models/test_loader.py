@@ -1,6 +1,7 @@
 """Loading: every kind of misfit in one error, shards, slices, dtypes, random weights, damaged files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
 from jaxserve.models.loading.orbax import convert
 from jaxserve.models.loading.part_reader import PartReader
+from tests.models import test_stored_form as integers
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
+from tests.models.test_quantization import BLOCK_FP8, quantize_blocks
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -238,14 +241,126 @@ def test_a_missing_shard_is_named(tmp_path: Path, tensors: dict[str, np.ndarray]
         load_model(tmp_path, dtype=FLOAT32)
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_a_missing_index_entry_is_named(name: str, tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
-    write_sharded(tmp_path, TINY_LLAMA, tensors)
-    index = tmp_path / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    del content["weight_map"][name]
-    index.write_text(json.dumps(content))
-    with pytest.raises(ModelLoadError, match=f"not where the index says: {name}"):
+def published_as(form: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The keys of a config.json, and the tensors of its checkpoint."""
+    if form == "gptq":
+        stored, _ = integers.write(random_tensors(integers.MODELS["llama"]), integers.FORMS["gptq"])
+        return integers.hf_of("llama", integers.FORMS["gptq"]), stored
+    wide = random_tensors(TINY_LLAMA)
+    if form == "fp8":
+        return TINY_LLAMA | BLOCK_FP8, quantize_blocks(wide)[0]
+    return TINY_LLAMA, {name: tensor.astype(jnp.dtype(form)) for name, tensor in wide.items()}
+
+
+Change = Callable[[Path, dict[str, np.ndarray]], None]
+
+
+def index_edited(change: Callable[[dict[str, str]], Any]) -> Change:
+    def apply(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+        index = directory / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        change(content["weight_map"])
+        index.write_text(json.dumps(content))
+
+    return apply
+
+
+def also(file: str, *, only: str = "", others: dict[str, np.ndarray] | None = None) -> Change:
+    """One more file with copies of the tensors, or of those with `only` in their names, and others."""
+
+    def apply(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+        copies = {name: tensor for name, tensor in tensors.items() if only in name}
+        save_file(copies | (others or {}), directory / file)
+
+    return apply
+
+
+def in_turn(*changes: Change) -> Change:
+    def apply(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+        for change in changes:
+            change(directory, tensors)
+
+    return apply
+
+
+def without_index(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    (directory / "model.safetensors.index.json").unlink()
+
+
+def text(name: str, content: bytes) -> Change:
+    def apply(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+        (directory / name).write_bytes(content)
+
+    return apply
+
+
+SHARD, BUFFER = "model-00002-of-00002.safetensors", "model.layers.0.self_attn.rotary_emb.inv_freq"
+LORA = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((2, 16), np.float32)}
+BUFFERS = {BUFFER: np.zeros(2, np.float32)}
+NORM = "model.norm.weight"
+# what is changed in a directory of two shards and an index, and the words about it; as transformers they load
+ASIDE: dict[str, tuple[Change, str]] = {
+    "the index names a tied head": (index_edited(lambda m: m.update({"lm_head.bias": SHARD})), "lm_head.bias"),
+    "the index names a buffer": (index_edited(lambda m: m.update({BUFFER: SHARD})), BUFFER),
+    "the index lacks a tensor": (index_edited(lambda m: m.pop(NORM)), ""),
+    "the index lacks a buffer": (in_turn(also("x.safetensors", only="norm", others=BUFFERS), index_edited(lambda m: m.update({NORM: "x.safetensors"}))), ""),  # noqa: E501
+    "the index has the wrong shard": (index_edited(lambda m: m.update({NORM: SHARD, next(iter(m)): SHARD})), ""),
+    "a stale index beside a whole model": (in_turn(also("model.safetensors"), index_edited(lambda m: m.update({NORM: "gone.safetensors"}))), "index.json is not read"),  # noqa: E501
+    "a damaged index beside a whole model": (in_turn(also("model.safetensors"), text("model.safetensors.index.json", b"{")), "index.json is not read"),  # noqa: E501
+    "old shards beside a whole model": (in_turn(also("model.safetensors"), without_index, text(SHARD, b"cut")), SHARD),
+    "equal copies in two shards": (index_edited(lambda m: m.update({"a": "b.safetensors"})), "a"),
+    "no index": (without_index, ""),
+    "an adapter beside shards": (in_turn(without_index, also("adapter_model.safetensors", only="none", others=LORA)), "adapter_model.safetensors is not read"),  # noqa: E501
+    "mlx's adapter": (in_turn(without_index, also("adapters.safetensors", only="none", others=LORA)), "adapters"),
+    "macOS's files": (in_turn(without_index, text(f"._{SHARD}", b"\0\5\x16\7")), f"._{SHARD} is not read"),
+    "the authors' own format": (in_turn(without_index, text("consolidated.safetensors", b"")), "consolidated"),
+    "an optimizer's state": (in_turn(without_index, text("optimizer.safetensors", b"")), "optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "fp8", "gptq"])
+@pytest.mark.parametrize("name", ASIDE)
+def test_what_is_not_the_models_is_left_aside_and_named(name: str, form: str, tmp_path: Path) -> None:
+    hf, stored = published_as(form)
+    change, words = ASIDE[name]
+    expected = load_model(write_checkpoint(tmp_path / "plain", hf, stored), dtype=FLOAT32)
+    directory = write_sharded(tmp_path / "shards", hf, stored)
+    if name == "equal copies in two shards":
+        also("b.safetensors", only="norm")(directory, stored)
+    change(directory, stored)
+    found = load_model(directory, dtype=FLOAT32)
+    assert all(np.array_equal(a, b) for a, b in zip(found.leaves, expected.leaves, strict=True))
+    aside = open_checkpoint(directory).aside
+    assert words in "; ".join(aside) and bool(aside) == bool(words)
+
+
+def test_copies_that_differ_are_refused(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    directory = write_sharded(tmp_path, TINY_LLAMA, tensors)
+    without_index(directory, tensors)
+    also("z.safetensors", only="norm")(directory, tensors)
+    load_model(directory, dtype=FLOAT32)
+    also("z.safetensors", only="norm")(directory, {name: tensor + 1 for name, tensor in tensors.items()})
+    with pytest.raises(ModelLoadError, match=r"5 tensors .* in more than one place"):
+        load_model(directory, dtype=FLOAT32)
+    also("z.safetensors", only="norm")(directory, {name: tensor[:-1] for name, tensor in tensors.items()})
+    with pytest.raises(ModelLoadError, match="in more than one place"):
+        load_model(directory, dtype=FLOAT32)
+
+
+def test_what_a_whole_model_lacks_is_missing_though_shards_have_it(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    directory = write_sharded(tmp_path, TINY_LLAMA, tensors)
+    also("model.safetensors", only="mlp")(directory, tensors)
+    with pytest.raises(ModelLoadError, match=r"missing: .*model\.norm\.weight") as caught:
+        load_model(directory, dtype=FLOAT32)
+    assert "index.json is not read, because model.safetensors is a whole model" in str(caught.value.fix)
+
+
+def test_an_adapter_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    also("adapter_model.safetensors", others=LORA)(tmp_path, {})
+    with pytest.raises(ModelLoadError, match=r"only an adapter, adapter_model\.safetensors"):
         load_model(tmp_path, dtype=FLOAT32)
 
 

@@ -10,16 +10,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import gguf_file, read_json
+from jaxserve.model_files import gguf_file, read_json, weight_files
 from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
 from jaxserve.models.loading.file_formats.gguf_model import published_tensors
-from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, read_contents
+from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, read_contents, read_rows
 from jaxserve.models.loading.held_tensor import HeldTensor
 
 Shapes = tuple[tuple[int, ...], ...]
 Tensor = TensorInfo | HeldTensor | BlockTensor
 INDEX = "model.safetensors.index.json"
+_COMPARED = 4 * 2**20  # bytes that are read at a time
 
 
 @dataclass
@@ -30,23 +33,23 @@ class Misfits:
     unknown: list[str] = field(default_factory=list)
     duplicate: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
-    misplaced: list[str] = field(default_factory=list)
 
-    def raise_if_any(self, directory: Path, architecture: str) -> None:
-        """Raise one ModelLoadError that lists every name. Does nothing if there is none."""
+    def raise_if_any(self, directory: Path, architecture: str, aside: Iterable[str] = ()) -> None:
+        """Raise one ModelLoadError that lists every name. Does nothing if there is none. aside: see `Checkpoint`."""
         kinds = {
             "missing": self.missing,
             "unknown": self.unknown,
             "in more than one place": self.duplicate,
             "of the wrong shape": self.misshapen,
-            "not where the index says": self.misplaced,
         }
         found = [f"{kind}: {', '.join(_folded(names))}" for kind, names in kinds.items() if names]
         if found:
             count = sum(map(len, kinds.values()))
             raise ModelLoadError(
                 f"{directory}: {count} tensors do not fit {architecture}; {'; '.join(found)}",
-                fix="download the checkpoint again, or check that config.json belongs to these weights",
+                fix="; ".join(
+                    ("download the checkpoint again, or check that config.json belongs to these weights", *aside)
+                ),
             )
 
 
@@ -54,15 +57,16 @@ class Misfits:
 class Checkpoint:
     """Every tensor of a directory's safetensors files, of a GGUF file, or of an update, by full name.
 
-    duplicate: names in more than one place. misplaced: names that are not in the file that the index gives.
+    duplicate: names in more than one place, with numbers that differ.
+    aside: what is not read, in words: files beside the weights, names of the index that no file has.
     bare: the names lack the leading "model.", as in published embedding models; lm_head may be missing too.
     """
 
     directory: Path
     tensors: Mapping[str, Tensor]
     duplicate: tuple[str, ...]
-    misplaced: tuple[str, ...]
     bare: bool = False
+    aside: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -70,13 +74,13 @@ class Checkpoint:
         directory: Path,
         tensors: Mapping[str, Tensor],
         duplicate: Iterable[str] = (),
-        misplaced: Iterable[str] = (),
+        aside: Iterable[str] = (),
     ) -> Checkpoint:
         """Make a checkpoint of tensors by their names in the files, which are completed if they are bare."""
         bare = "embed_tokens.weight" in tensors
         names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
         full = {names[name]: info for name, info in tensors.items()}
-        return cls(directory, full, tuple(duplicate), tuple(misplaced), bare)
+        return cls(directory, full, tuple(duplicate), bare, tuple(aside))
 
     def misfits(self, expected: Mapping[str, Shapes], ignored: Iterable[re.Pattern[str]]) -> Misfits:
         """Compare with `expected` {name: allowed shapes}. Unknown tensors that match an `ignored` pattern are fine."""
@@ -91,7 +95,6 @@ class Checkpoint:
                 for name, shapes in expected.items()
                 if name in self.tensors and self.tensors[name].shape not in shapes
             ],
-            misplaced=list(self.misplaced),
         )
 
     def check_blocks(self, types: Mapping[str, str]) -> None:
@@ -114,28 +117,70 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     gguf = gguf_file(directory)
     if gguf is not None:
         return Checkpoint.of(gguf, published_tensors(gguf))
-    weight_map = _read_index(directory)
-    files = sorted(set(weight_map.values())) if weight_map else _files_without_index(directory)
+    files, named = _shards(directory)
     tensors: dict[str, TensorInfo] = {}
     duplicate = []
     for file in files:
         if not (directory / file).is_file():
             raise ModelLoadError(f"{directory}: the shard {file} is missing", fix="download the checkpoint again")
         for name, info in read_contents(directory / file):
-            if name in tensors:
+            if name in tensors and (info.file == tensors[name].file or not same_numbers(info, tensors[name])):
                 duplicate.append(name)
             tensors[name] = info
-    return Checkpoint.of(directory, tensors, duplicate, _misplaced(weight_map, tensors))
+    aside = [f"{path.name} is not read" for path in sorted(directory.glob("*.safetensors")) if path.name not in files]
+    if not named and (directory / INDEX).is_file():
+        aside.append(f"{INDEX} is not read, because {files[0]} is a whole model")
+    if lacking := sorted(named - tensors.keys()):
+        aside.append(f"{INDEX} names tensors that no file has: {', '.join(_folded(lacking))}")
+    return Checkpoint.of(directory, tensors, duplicate, aside)
 
 
-def _misplaced(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return the tensors whose file in the index is not the file they are in."""
-    found = {name: info.file.name for name, info in tensors.items()}
-    return tuple(sorted(dict(weight_map.items() ^ found.items()))) if weight_map else ()
+def same_numbers(one: TensorInfo | HeldTensor, other: TensorInfo | HeldTensor) -> bool:
+    """Return whether two tensors have the same shape and numbers, whatever their dtypes. Reads a few rows at a time."""
+    if one.shape != other.shape:
+        return False
+    count = one.shape[0] if one.shape else 1
+    rows = max(1, _COMPARED * count // max(1, one.num_bytes))
+    pieces = [(first, min(rows, count - first)) for first in range(0, count, rows)]
+    return all(np.array_equal(_numbers(one, *piece), _numbers(other, *piece), equal_nan=True) for piece in pieces)
+
+
+def _numbers(tensor: TensorInfo | HeldTensor, first: int, count: int) -> np.ndarray:
+    """Read `count` rows of a tensor from row `first` on, [count, ...], floating point in float32."""
+    if isinstance(tensor, HeldTensor):
+        found = tensor.rows(first, first + count)
+    else:
+        raw = np.empty(count * tensor.num_bytes // (tensor.shape[0] if tensor.shape else 1), np.uint8)
+        found = read_rows(tensor, first, count, raw)
+    if found.dtype.kind in "iub":
+        return found
+    copy_converted(found, wide := np.empty(found.shape, np.float32))
+    return wide
+
+
+def _shards(directory: Path) -> tuple[list[str], set[str]]:
+    """Return the names of the files that have the weights, and the tensors that the index names if it is read.
+
+    As in transformers, model.safetensors is the whole model if it is there and is no shard of the index. The index
+    chooses files; a tensor is read wherever it is.
+    """
+    whole = "model.safetensors"
+    there = (directory / whole).is_file()
+    try:
+        weight_map = _read_index(directory)
+    except ModelLoadError:
+        if not there:
+            raise
+        weight_map = {}
+    if there and whole not in weight_map.values():
+        return [whole], set()
+    if weight_map:
+        return sorted(set(weight_map.values())), set(weight_map)
+    return _files_without_index(directory), set()
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """Read {tensor name: file name} from the index; empty if there is no index."""
+    """Read {tensor name: file name} from the index; empty if there is none. Raises ModelLoadError if it is damaged."""
     path = directory / INDEX
     if not path.is_file():
         return {}
@@ -151,14 +196,16 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 def _files_without_index(directory: Path) -> list[str]:
-    if (directory / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    files = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    files = [path.name for path in weight_files(directory)]
     if files:
         return files
     others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
     if others:
         raise ModelLoadError(f"{directory} has weights only as {others[0]}", fix="convert them to safetensors")
+    if adapters := sorted(path.name for path in directory.glob("adapter*.safetensors")):
+        raise ModelLoadError(
+            f"{directory} has only an adapter, {adapters[0]}", fix="merge it into its base model and name the result"
+        )
     raise ModelLoadError(f"{directory} has no *.safetensors file", fix="name a directory with a published checkpoint")
 
 

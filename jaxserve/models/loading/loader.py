@@ -23,14 +23,13 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
+from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint, same_numbers
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.converted import as_converted, is_converted
 from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
-from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, read_rows
-from jaxserve.models.loading.held_tensor import HeldTensor
+from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo
 from jaxserve.models.loading.orbax_reader import READERS, read_leaves
-from jaxserve.models.loading.part_reader import CHUNK, PartReader
+from jaxserve.models.loading.part_reader import PartReader
 from jaxserve.models.loading.quantization import fp8_modules, stored_tensors
 from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
 from jaxserve.models.loading.quantized.stored_codes import code_tensors
@@ -43,7 +42,10 @@ Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, by
 LoadFormat = Literal["auto", "safetensors"]
 
 # Buffers that old exports contain and that are computed here; scales and zeros of quantized activations and KV caches.
-IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"))
+IGNORED = (
+    re.compile(r"rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$"),
+    re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"),
+)
 _HEAD = "lm_head.weight"
 RANDOM_STDDEV = 0.02
 RANDOM_INT8 = 32  # standard deviation of int8 codes; that of 4 random bits is 4.6, or 2.9 as E2M1
@@ -133,21 +135,7 @@ def has_own_head(checkpoint: Checkpoint) -> bool:
     head, table = (checkpoint.tensors.get(name) for name in (_HEAD, "model.embed_tokens.weight"))
     if head is None or table is None or isinstance(head, BlockTensor) or isinstance(table, BlockTensor):
         return False
-    if head.shape != table.shape:
-        return True
-    rows = max(1, CHUNK * head.shape[0] // max(1, head.num_bytes))
-    pieces = ((first, min(rows, head.shape[0] - first)) for first in range(0, head.shape[0], rows))
-    return any(not np.array_equal(_numbers(head, *piece), _numbers(table, *piece)) for piece in pieces)
-
-
-def _numbers(tensor: TensorInfo | HeldTensor, first: int, count: int) -> np.ndarray:
-    """Read `count` rows of a tensor from row `first` on, [count, ...] in float32."""
-    if isinstance(tensor, HeldTensor):
-        return tensor.rows(first, first + count).astype(np.float32)
-    raw = np.empty(count * tensor.num_bytes // tensor.shape[0], np.uint8)
-    found = np.empty((count, *tensor.shape[1:]), np.float32)
-    copy_converted(read_rows(tensor, first, count, raw), found)
-    return found
+    return not same_numbers(head, table)
 
 
 def _shardings(structure: ModelStructure, mesh: Mesh | None) -> list[Sharding]:
@@ -195,7 +183,7 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))
     misfits = checkpoint.misfits(expected, ignored)
-    misfits.raise_if_any(checkpoint.directory, config.architecture)
+    misfits.raise_if_any(checkpoint.directory, config.architecture, checkpoint.aside)
     if config.stored_form is None:
         _check_floats(set(expected), checkpoint)
     form, kept = config.stored_form, [spec for spec in structure.specs if spec.packing and spec.packing.stored]
