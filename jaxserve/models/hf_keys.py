@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.model_files import as_integer
 from jaxserve.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, Scaling, YarnScaling
 
 Json = Mapping[str, Any]
@@ -63,11 +64,14 @@ def shown(value: Any) -> str:
 
 
 def integer(hf: Json, key: str) -> int:
-    """Return the key's integer. Raises KeyError if it is absent and ValueError if it is out of range."""
-    value = hf[key]
+    """Return the key's integer, which a file may write as 32768.0.
+
+    Raises KeyError if it is absent and ValueError if it is out of range or has a fraction.
+    """
+    value = as_integer(hf[key])
     low, high = _INTEGERS.get(key, _ANY_INTEGER)
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{key!r} must be an integer from {low} to {high}, not {shown(value)}")
+    if value is None or not low <= value <= high:
+        raise ValueError(f"{key!r} must be an integer from {low} to {high}, not {shown(hf[key])}")
     return value
 
 

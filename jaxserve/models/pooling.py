@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import read_json, read_object
+from jaxserve.model_files import as_integer, read_json, read_object, sentence_settings
 from jaxserve.models.config import ModelConfig
 
 Kind = Literal["mean", "cls", "last", "max", "mean_sqrt_len"]
@@ -67,9 +67,10 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
     path = directory / modules["Pooling"] / "config.json"
     settings = read_object(path)
     kind = _kind(settings, path)
-    limits = directory / "sentence_bert_config.json"
-    longest = read_object(limits).get("max_seq_length") if limits.is_file() else None
-    if longest is not None and (type(longest) is not int or not 0 < longest < 2**31):
+    limits = sentence_settings(directory) or directory
+    given = read_object(limits).get("max_seq_length") if limits != directory else None
+    longest = as_integer(given)
+    if given is not None and (longest is None or not 0 < longest < 2**31):
         raise ModelLoadError(f"{limits}: 'max_seq_length' must be a positive integer")
     if kind != "last" and not config.bidirectional:
         raise ModelLoadError(f"{path}: a decoder's embedding is its last token's state, not {kind!r}")

@@ -25,7 +25,15 @@ from tokenizers import AddedToken, normalizers
 from tokenizers.models import BPE
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import MAX_BYTES, MAX_TEMPLATE_BYTES, gguf_file, read_object, read_text
+from jaxserve.model_files import (
+    MAX_BYTES,
+    MAX_TEMPLATE_BYTES,
+    as_integer,
+    gguf_file,
+    read_object,
+    read_text,
+    sentence_settings,
+)
 from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.text.shield import SHIELD, Shield
 from jaxserve.text.tokenizer_limits import MAX_ADDED, refuse_costly
@@ -303,8 +311,9 @@ def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _eos_ids(path: Path) -> list[int]:
     value = _read_json(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(each) is int for each in ids):
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [number for each in given if (number := as_integer(each)) is not None]
+    if len(ids) < len(given):
         raise ModelLoadError(f"{path}: 'eos_token_id' must be a token id or a list of them")
     return ids
 
@@ -322,7 +331,7 @@ def _load_backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
         raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
     backend.add_tokens(_tokens_beside(path, config, backend.get_added_tokens_decoder()))
     refuse_costly(backend, file)
-    return _lowercased(backend, path / "sentence_bert_config.json")
+    return _lowercased(backend, sentence_settings(path))
 
 
 def _tokens_beside(path: Path, config: dict[str, Any], known: dict[int, AddedToken]) -> list[AddedToken]:
@@ -382,9 +391,9 @@ def _added_token(value: Any, file: Path, *, special: bool | None = None) -> Adde
     return AddedToken(text, **flags)
 
 
-def _lowercased(backend: tokenizers.Tokenizer, settings: Path) -> tokenizers.Tokenizer:
+def _lowercased(backend: tokenizers.Tokenizer, settings: Path | None) -> tokenizers.Tokenizer:
     """Let it read texts in lower case if the file of sentence-transformers says so, whatever its own files say."""
-    if _read_json(settings).get("do_lower_case"):
+    if settings is not None and read_object(settings).get("do_lower_case"):
         own = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])  # type: ignore[assignment]
     return backend

@@ -12,6 +12,7 @@ from jaxserve.models.config import GenerationDefaults
 from jaxserve.models.loading.config.hf_config import from_hf, read_config, read_config_file
 from jaxserve.models.rope import Llama3Scaling, LongRopeScaling
 from tests.models.checkpoints import TINY_LLAMA
+from tests.models.families import CASES, ENCODERS
 
 
 def published(shared_data: Path, name: str) -> dict[str, Any]:
@@ -120,3 +121,52 @@ def test_no_config_or_no_json(text: str | None, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         read_config(tmp_path)
+
+
+FLOATING: dict[str, dict[str, Any]] = {
+    "llama": TINY_LLAMA | {"head_dim": 4, "bos_token_id": 1, "eos_token_id": [2, 3]},
+    **{name: CASES[name] for name in ("llama3", "qwen2_window", "qwen3_moe", "gemma3", "phi4_mini_long", "olmo3")},
+    **{name: CASES[name] for name in ("smollm3", "gpt_oss", "deepseek_v3", "mixtral")},
+    "bert": ENCODERS["bert"],
+    "block fp8": TINY_LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "gptq": TINY_LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+    "awq": TINY_LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}},
+    "compressed": TINY_LLAMA
+    | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "a": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+                }
+            },
+        }
+    },
+}
+
+
+def floated(value: Any) -> Any:
+    """Every integer of a JSON value as some tools write it: 8.0."""
+    if isinstance(value, dict):
+        return {key: floated(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [floated(each) for each in value]
+    return float(value) if type(value) is int else value
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_integers_with_a_point_are_read(name: str, tmp_path: Path) -> None:
+    hf, generation = FLOATING[name], {"eos_token_id": [2, 5], "bos_token_id": 1, "top_k": 20, "temperature": 1}
+    read = from_hf(floated(hf), floated(generation))
+    assert read == from_hf(hf, generation) and repr(read) == repr(from_hf(hf, generation))
+    (tmp_path / "config.json").write_text(json.dumps(floated(hf)))
+    assert read_config(tmp_path) == from_hf(hf)
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "num_hidden_layers", "eos_token_id"])
+@pytest.mark.parametrize("value", [32.5, float("inf"), float("nan"), 1e300, True, "32"])
+def test_what_is_no_integer_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=key):
+        from_hf(TINY_LLAMA | {key: value})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import read_object
+from jaxserve.model_files import as_integer, read_object
 from jaxserve.models.pooling import PoolingConfig, sentence_modules
 
 
@@ -39,5 +39,5 @@ def text_limit(directory: Path, pooling: PoolingConfig) -> int | None:
         return None
     if pooling.max_tokens is not None or not file.is_file():
         return pooling.max_tokens
-    longest = read_object(file).get("model_max_length")
-    return longest if type(longest) is int and longest > 0 else None
+    longest = as_integer(read_object(file).get("model_max_length"))
+    return longest if longest is not None and longest > 0 else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import read_object
+from jaxserve.model_files import as_integer, read_object
 from jaxserve.models.config import GenerationDefaults, ModelConfig
 from jaxserve.models.families.registry import ARCHITECTURES, family_of
 from jaxserve.models.hf_keys import (
@@ -149,8 +149,8 @@ def _weight_block(hf: Json) -> tuple[int, int] | None:
     block = quantization.get("weight_block_size") or compressed_block(quantization)
     if block is None:
         return None
-    sizes = block if isinstance(block, list) else []
-    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**20 for size in sizes):
+    sizes = [size for each in block if (size := as_integer(each))] if isinstance(block, list) else []
+    if len(sizes) != 2 or len(block) != 2 or not all(0 < size < 2**20 for size in sizes):
         raise ValueError(f"'weight_block_size' and 'block_structure' must be two sizes, not {shown(block)}")
     return sizes[0], sizes[1]
 
@@ -192,11 +192,12 @@ def _activation(hf: Json) -> str:
 def _eos_token_ids(hf: Json) -> tuple[int, ...]:
     """Return the token ids that end an output. The key has one id or a list."""
     value = hf.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if len(ids) > MAX_EOS or not all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in ids):
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    ids = tuple(number for each in given if (number := as_integer(each)) is not None)
+    if len(given) > MAX_EOS or len(ids) < len(given) or not all(0 <= each <= MAX_TOKEN_ID for each in ids):
         what = f"a token id up to {MAX_TOKEN_ID} or a list of at most {MAX_EOS}"
         raise ValueError(f"'eos_token_id' must be {what}, not {shown(value)}")
-    return tuple(ids)
+    return ids
 
 
 def _generation_defaults(generation: Json) -> GenerationDefaults:

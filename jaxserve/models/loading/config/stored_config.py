@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import read_object
+from jaxserve.model_files import as_integer, read_object
 from jaxserve.models.hf_keys import Json, shown
 from jaxserve.models.loading.file_formats.gguf_model import published_config
 from jaxserve.models.stored_form import ModuleNames, StoredForm, linear_pattern
@@ -211,9 +211,10 @@ def _bits(found: Json, key: str) -> int:
 def _group(size: Any) -> int | None:
     if size in (None, -1):
         return None
-    if type(size) is not int or size % 32 or not 0 < size < 2**20:
+    number = as_integer(size)
+    if number is None or number % 32 or not 0 < number < 2**20:
         raise ValueError(f"'group_size' is {shown(size)} (supported: -1 and multiples of 32)")
-    return size
+    return number
 
 
 def _names(found: Json, key: str) -> list[str]:
