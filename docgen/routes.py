@@ -21,10 +21,12 @@ from jaxserve.api.docs.type_text import type_text
 from jaxserve.api.messages.protocol import (
     Block,
     CountTokensRequest,
+    EarlierThread,
     InputMessage,
     MessagesRequest,
     MessageTool,
     MessageToolChoice,
+    NewThread,
     OutputConfig,
     OutputFormat,
     Source,
@@ -162,6 +164,8 @@ for a model that reads text) is dropped and logged once. Streams have named even
 Anthropic hosts, cache marks, images for a model that reads text) is dropped and logged once. A key is sent as
 `Authorization: Bearer KEY` or `x-api-key: KEY`, on every route. A call whose arguments are no JSON object, or are
 cut, has the input `{"INVALID_JSON": TEXT}`, Anthropic's own form for such text; in a stream the text comes as it is.
+`thread` keeps the conversation on the server ([responses.md](responses.md#threads-of-messages)). An error of a thread
+has Anthropic's `error.details`, by which its SDKs go on with the whole conversation.
 
 The routes below `/api` are Ollama's: errors are `{"error": "text"}`, streams are a JSON object a line, `stream` is true
 by default, and a body needs no `Content-Type` unless a web page sends it. Routes that fetch, make or remove models
@@ -213,6 +217,7 @@ RESPONSES_PARTS: tuple[type[BaseModel], ...] = (
 )
 MESSAGES_PARTS: tuple[type[BaseModel], ...] = (
     *(InputMessage, Block, Source, MessageTool, MessageToolChoice, ThinkingConfig, OutputConfig, OutputFormat),
+    *(NewThread, EarlierThread),
 )
 
 OLLAMA_PARTS: tuple[type[BaseModel], ...] = (OllamaOptions, OllamaMessage, OllamaCall, OllamaFunction)

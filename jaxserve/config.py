@@ -22,6 +22,7 @@ from jaxserve.config_sections.models import ModelsSection
 from jaxserve.config_sections.value_types import (
     WEEK,
     Auto,
+    Bytes,
     DirPath,
     DirPaths,
     Float,
@@ -284,13 +285,20 @@ class ServerSection(Section):
 
 
 class StoreSection(Section):
-    """The store of files, batches, responses and conversations."""
+    """The store of files, batches, responses, conversations and threads."""
 
     path: Auto | DirPath | None = Field(
         "auto",
         union_mode="left_to_right",
         description="Directory of files, batches and responses. auto: ~/.local/share/jaxserve if usable; "
         "null: no store, which disables the routes of files, batches and stored responses.",
+    )
+    thread_expiry: Seconds = Field(
+        3600.0, description="Seconds after its last request that a thread of /v1/messages is kept."
+    )
+    thread_quota: Bytes = Field(
+        256 * 2**20,
+        description="Bytes of the threads of one API key. Beyond, those used longest ago are dropped.",
     )
 
 

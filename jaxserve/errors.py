@@ -13,6 +13,9 @@ JaxserveError
 │   ├── PermissionDeniedError       403
 │   ├── NotFoundError               404
 │   │   └── ModelNotFoundError          404 model_not_found
+│   ├── ThreadError                 400 a thread of Messages that this request may not continue
+│   │   ├── ThreadsUnsupportedError     400 thread_unsupported_request
+│   │   └── ThreadNotFoundError         404 thread_not_found
 │   ├── SlowRequestError            408 a body that does not arrive
 │   ├── SlowReaderError             408 a stream that is not read
 │   ├── ConflictError               409
@@ -33,7 +36,7 @@ JaxserveError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 MAX_LOAD_MESSAGE = 700  # characters of a message about a checkpoint
 
@@ -87,6 +90,11 @@ class HTTPError(JaxserveError):
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the OpenAI error envelope, always with its four keys."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Return what Anthropic's form of the error has under `details`, which its SDKs act on."""
+        return {}
 
 
 class RequestError(HTTPError):
@@ -155,6 +163,31 @@ class NotFoundError(RequestError):
 
 class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
+
+
+class ThreadError(RequestError):
+    """A thread of Messages cannot be continued like this. `code` is Anthropic's `error_code`: of most of them its SDKs
+    send the whole conversation again.
+    """
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {"error_code": self.code}
+
+
+class ThreadsUnsupportedError(ThreadError):
+    """The server keeps no threads. SDKs go on without them."""
+
+    code = "thread_unsupported_request"
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return super().details | {"unsupported": ["threads"]}
+
+
+class ThreadNotFoundError(ThreadError):
+    status = 404
+    code = "thread_not_found"
 
 
 class SlowRequestError(RequestError):

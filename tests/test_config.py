@@ -49,6 +49,7 @@ HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (["server.drain_timeout"], [0, "0"], "0 gives running requests no time"),
     (["models.wait_seconds"], [0, "0"], "0: no request waits for its model"),
     (["cache.host_memory"], [10**12, str(10**12)], "more than the machine has is an error at start"),
+    (["store.thread_quota"], [10**12, str(10**12)], "a disk without room drops threads"),
     (["runtime.random_seed", "server.watermark_key"], [0, "0", 10**12, str(10**12)], "any number is a seed"),
     (["server.api_key", "server.admin_api_key"], [w for w in PLAIN_WORDS if w != "none"], "visible ASCII is a key"),
 ]

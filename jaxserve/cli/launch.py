@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -34,7 +35,7 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.processes.link import EngineLink, ProcessLink
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
-from jaxserve.store import Store
+from jaxserve.store import Store, ThreadLimits
 from jaxserve.transport.engine_child import EngineChild
 
 logger = logging.getLogger(__name__)
@@ -72,10 +73,11 @@ def open_store(section: StoreSection) -> tuple[Store | None, str]:
     """
     if section.path is None:
         return None, "This server runs without a store: store.path is null."
+    limits = ThreadLimits(math.ceil(section.thread_expiry), section.thread_quota)
     if isinstance(section.path, Path):
-        return Store(section.path), ""
+        return Store(section.path, thread_limits=limits), ""
     try:
-        return Store(Path(DEFAULT_STORE).expanduser()), ""
+        return Store(Path(DEFAULT_STORE).expanduser(), thread_limits=limits), ""
     except (JaxserveError, RuntimeError, OSError, sqlite3.Error) as error:  # RuntimeError: a user without a home
         logger.warning("no files and no batches: %s; --store.path DIR gives this server its own directory", error)
         return None, "This server runs without a store: its directory cannot be used. The server's log says why."

@@ -72,7 +72,8 @@ def _plan(config: Config, entry: ModelEntry, store: Path | None, admin_key: str)
             tree[section] = tree.get(section, {}) | (keys or {})
         server = {name: value for name, value in tree.get("server", {}).items() if name not in _FRONT_ONLY}
         tree["server"] = server | {"admin_api_key": admin_key, "allowed_hosts": ["*"]}  # the front checks hosts
-        tree["store"] = {"path": None if store is None else store / quote(entry.name, safe="")}
+        path = None if store is None else store / quote(entry.name, safe="")
+        tree["store"] = tree.get("store", {}) | {"path": path}
         own = validate(tree)
         names = tuple(dict.fromkeys((entry.name, *own.model.served_name)))
         check_model_paths(own)

@@ -1,4 +1,4 @@
-"""The durable store: files, batches, responses and conversations. No jax, no HTTP."""
+"""The durable store: files, batches, responses, conversations and threads. No jax, no HTTP."""
 
 from jaxserve.store.records import (
     MAX_EXPIRY_SECONDS,
@@ -14,6 +14,7 @@ from jaxserve.store.records import (
 )
 from jaxserve.store.sqlite.disk import Disk
 from jaxserve.store.store import Store, Upload
+from jaxserve.store.threads import ThreadLimits
 from jaxserve.store.validation import BATCH_LINE, BatchLine, Validation, Validator, normalize_url
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "NewBatch",
     "Page",
     "Store",
+    "ThreadLimits",
     "TokenCounts",
     "Upload",
     "Validation",

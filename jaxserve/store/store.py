@@ -2,7 +2,7 @@
 
     jaxserve-store marks the directory as a store and holds its version
     lock           held while a server runs
-    store.db       files, batches and their results, responses, conversations, lease, idempotency keys
+    store.db       files, batches and their results, responses, conversations, threads, lease, idempotency keys
     files/<id>     bytes; written once, never changed
     tmp/           unfinished files; removed at start
 
@@ -42,24 +42,32 @@ from jaxserve.store.sqlite.database import Database
 from jaxserve.store.sqlite.directory import DATABASE, FILES, TMP, check_usable, mark, own_files
 from jaxserve.store.sqlite.disk import Disk, PendingFile, is_full, storage_error
 from jaxserve.store.sqlite.lock import DirectoryLock
+from jaxserve.store.threads import ThreadLimits, ThreadStore
 
 SWEEP_ROWS = 2000  # results removed in one transaction, so that no write waits long
 
 
 class Store:
-    """Files and batches; responses and conversations are in `responses`.
+    """Files and batches; responses and conversations are in `responses`, threads of Messages in `threads`.
 
     A write is durable when it returns, and has changed nothing if it raises StorageError. Lists are in order of
     creation. They neither skip nor repeat an object while others are added or deleted.
 
     owner: the API key that asks, "" for the default key. It sees only its own objects; None sees all.
-    clock: returns Unix seconds
+    clock: returns Unix seconds. thread_limits: of how long and how much of threads is kept
 
     Raises NotFoundError for unknown ids, StorageError if the disk refuses, StoreDamagedError if stored data is damaged;
     after that nothing is written. The constructor raises ConfigError if the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, *, disk: Disk | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.time,
+        thread_limits: ThreadLimits | None = None,
+    ) -> None:
         self.disk = disk or Disk()
         self._clock = clock
         self._directory = directory
@@ -75,6 +83,7 @@ class Store:
                 mark(directory, self.disk)
             self._database = Database(directory / DATABASE, self.disk)
             self.responses = ResponseStore(self._database, self.now)
+            self.threads = ThreadStore(self._database, self.now, thread_limits or ThreadLimits())
         except BaseException:
             self._lock.release()
             raise
@@ -275,7 +284,7 @@ class Store:
     # housekeeping
 
     async def sweep(self) -> None:
-        """Remove expired and deleted files, published results, old idempotency keys and expired responses."""
+        """Remove expired and deleted files, published results, old idempotency keys, expired responses and threads."""
         now = self.now()
         await self._database.write(files.hide_expired, now)
         left = await self._remove_bytes()
@@ -284,6 +293,7 @@ class Store:
         await self._database.write(files.forget_tombstones, now)
         await self._database.write(batches.forget_replies, now)
         await self.responses.sweep()
+        await self.threads.sweep()
         _raise_of(left)
 
     async def _remove_bytes(self) -> dict[str, StorageError]:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class LiveServer:
     ready: bool = True
     store: Path | None = None  # with a directory: files and batches
     disk: Disk | None = None  # under the store
+    clock: Callable[[], float] = time.time  # of the store
 
     def __enter__(self) -> Self:
         self._up = threading.Event()
@@ -78,7 +80,7 @@ class LiveServer:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self.engine = self.make_engine()
         await self.engine.start(wait=self.ready)
-        store = self.store and Store(self.store, disk=self.disk)
+        store = self.store and Store(self.store, disk=self.disk, clock=self.clock)
         app = create_app(self.engine, self.config, store=store)
         self.app = app
         server = Server(http_config(app, self.config.server, graceful_shutdown=1))

@@ -32,12 +32,12 @@ def type_text(field: Json, *, named: Text = str, text: Text = str) -> str:
     named: formats the name of a model that the field refers to
     text: formats everything else, such as `html.escape`
     """
-    branches = [branch for branch in field.get("anyOf", [field]) if branch.get("type") != "null"]
+    branches = [branch for branch in field.get("anyOf", field.get("oneOf", [field])) if branch.get("type") != "null"]
     return " or ".join(dict.fromkeys(_branch(branch, named, text) for branch in branches))
 
 
 def _branch(branch: Json, named: Text, text: Text) -> str:
-    if "anyOf" in branch:
+    if "anyOf" in branch or "oneOf" in branch:
         return type_text(branch, named=named, text=text)
     if "$ref" in branch:
         return named(branch["$ref"].rpartition("/")[2])

@@ -79,7 +79,8 @@ def _anthropic_body(error: HTTPError, request_id: str) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if status == 503 and not isinstance(error, NotReadyError):
         kind = "api_error"
-    return {"type": "error", "error": {"type": kind, "message": _naming(error)}, "request_id": request_id}
+    inner = {"type": kind, "message": _naming(error)} | ({"details": error.details} if error.details else {})
+    return {"type": "error", "error": inner, "request_id": request_id}
 
 
 def _naming(error: HTTPError) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -73,6 +74,7 @@ class EventStream(Response):
 
     held_bytes: returns the bytes of outputs that wait to be sent
     unread: ends the stream if that is too much
+    release: exited at the end of the stream, however it ends
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class EventStream(Response):
         held_bytes: Callable[[], int],
         unread: UnreadStreams,
         family: ApiFamily = OPENAI,
+        release: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._events = events
+        self._release = release or nullcontext()
         self._unread = unread
         self._family = family
         self._pace = ClientPace()
@@ -109,13 +113,14 @@ class EventStream(Response):
         self._pace = state.get("pace", self._pace)
         self._request_id = state.get("request_id", "")
         self._unread.add(self)
-        try:
-            await _race(self._stream(send, state.get("send_body", send)), receive)
-        except ClientDisconnected:
-            return
-        finally:
-            self._unread.remove(self)
-            await self._events.aclose()
+        with self._release:
+            try:
+                await _race(self._stream(send, state.get("send_body", send)), receive)
+            except ClientDisconnected:
+                return
+            finally:
+                self._unread.remove(self)
+                await self._events.aclose()
 
     async def _stream(self, send: Send, send_body: Send) -> None:
         task = self._task = asyncio.current_task()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -126,11 +126,18 @@ class JoinedBlocks:
         return self._blocks
 
 
-class MessagesAnswer:
-    """The answer to one conversation."""
+Keep = Callable[[str, list[Json]], Awaitable[None]]
 
-    def __init__(self, plan: ChatPlan, options: MessageOptions, model: str) -> None:
+
+class MessagesAnswer:
+    """The answer to one conversation.
+
+    keep: called with the id and the content of the whole answer before the client is told of its end
+    """
+
+    def __init__(self, plan: ChatPlan, options: MessageOptions, model: str, keep: Keep | None = None) -> None:
         self._plan = plan
+        self._keep = keep
         self._options = options
         self._model = model
         self._turn = plan.make_turn()
@@ -140,6 +147,7 @@ class MessagesAnswer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the named events of the answer. The first is sent once the request has been accepted."""
+        joined = JoinedBlocks()
         async with aclosing(self._plan.generation.outputs()) as outputs, admitted(outputs) as first:
             if first.done():
                 self._note(first.result())
@@ -148,10 +156,14 @@ class MessagesAnswer:
             self._note(output)
             while output is not None:
                 for event in self._read(output):
+                    if self._keep is not None:
+                        joined.add(event)
                     yield named_event(event["type"], orjson.dumps(event))
                 if self._turn.ended:
                     break
                 output = await next_output(outputs)
+        if self._keep is not None:
+            await self._keep(self._plan.generation.options.request_id, joined.content())
         ending = self._ending(output)
         yield named_event(
             "message_delta", orjson.dumps({"type": "message_delta", "delta": ending, "usage": self._usage()})
@@ -170,6 +182,8 @@ class MessagesAnswer:
                     joined.add(event)
                 if self._turn.ended:
                     break
+        if self._keep is not None:
+            await self._keep(self._plan.generation.options.request_id, joined.content())
         return self._message(joined.content()) | self._ending(last) | {"usage": self._usage()}
 
     def _read(self, output: RequestOutput) -> Iterator[Json]:

@@ -96,6 +96,20 @@ class OutputConfig(NestedObject):
     format: OutputFormat | None = Field(None, description="The answer must match the schema.")
 
 
+class NewThread(NestedObject):
+    """Keep the conversation, so that the next request can continue it."""
+
+    type: Literal["create"]
+    previous_message_id: None = Field(None, description="Not with this type.")
+
+
+class EarlierThread(NestedObject):
+    """The conversation up to the reply of that id comes before the messages."""
+
+    type: Literal["continue"]
+    previous_message_id: str = Field(description="Id of the latest reply.")
+
+
 class CountTokensRequest(Body):
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
@@ -105,6 +119,9 @@ class CountTokensRequest(Body):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="The older name of output_config.format.")
+    thread: Annotated[NewThread | EarlierThread, Field(discriminator="type")] | None = Field(
+        None, description="Keep the conversation on the server, or continue it with the new messages only."
+    )
 
 
 class MessagesRequest(CountTokensRequest):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,9 +14,10 @@ from jaxserve.api.generate.planner import Planner
 from jaxserve.api.generate.rendering import render
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import EventStream, until_disconnect
-from jaxserve.api.messages.answer import MessagesAnswer
+from jaxserve.api.messages.answer import Keep, MessagesAnswer
 from jaxserve.api.messages.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.api.messages.task import count_prompt, messages_task
+from jaxserve.api.messages.threads import KeptTurn, read_history, whole_conversation
 from jaxserve.api.protocol.answers import AnthropicError, AnthropicMessage, AnthropicMessageEvent, TokenCount
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.keys import Caller, caller_of
@@ -29,20 +32,27 @@ _COUNT = documented(TokenCount, body=CountTokensRequest, error=AnthropicError)
 @router.post("/v1/messages", **_MESSAGES)
 async def create_message(request: Request) -> Response:
     """Answer a conversation in Anthropic's form."""
-    state = server_state(request)
+    state, caller = server_state(request), caller_of(request)
     body = await read_body(request, MessagesRequest)
-    answer = await answer_messages(body, state, caller_of(request))
-    if body.stream:
-        return EventStream(answer.events(), answer.held_bytes, state.unread, ANTHROPIC)
-    return json_response(await until_disconnect(request, answer.whole()))
+    with ExitStack() as stack:
+        history = await read_history(body, state, caller)
+        if (turn := KeptTurn.of(body, state, caller)) is not None:
+            stack.callback(turn.release)
+        whole = await whole_conversation(body, history, state)
+        answer = await answer_messages(whole, state, caller, None if turn is None else turn.keep)
+        if body.stream:
+            return EventStream(answer.events(), answer.held_bytes, state.unread, ANTHROPIC, stack.pop_all())
+        return json_response(await until_disconnect(request, answer.whole()))
 
 
-async def answer_messages(body: MessagesRequest, state: ServerState, caller: Caller) -> MessagesAnswer:
+async def answer_messages(
+    body: MessagesRequest, state: ServerState, caller: Caller, keep: Keep | None
+) -> MessagesAnswer:
     """Check everything that can be wrong with the request and plan its generation. Raises a RequestError."""
     model = state.check_generates(body.model)
     task = messages_task(body, state)
     plan = await Planner(state, caller, task.request).chat(task.prompt)
-    return MessagesAnswer(plan, task.options, model)
+    return MessagesAnswer(plan, task.options, model, keep)
 
 
 @router.post("/v1/messages/count_tokens", **_COUNT)
@@ -51,6 +61,7 @@ async def count_tokens(request: Request) -> Response:
     state = server_state(request)
     body = await read_body(request, CountTokensRequest)
     state.check_generates(body.model)
+    body = await whole_conversation(body, await read_history(body, state, caller_of(request)), state)
     text = await render(count_prompt(body, state), state)
     ids = await state.encoder.encode(text, add_special_tokens=False, param="messages")
     return json_response({"input_tokens": len(ids)})

@@ -10,7 +10,6 @@ import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from jaxserve.api.batch.route_handler import batch_priority
 from jaxserve.api.docs.openapi import documented
@@ -54,7 +53,7 @@ async def create_response(request: Request) -> Response:
             response = await _queue(body, answer, keeper.new, stored)
             stack.pop_all()  # the runner releases it
         elif body.stream:
-            return _ReleasingStream(answer, state, stack.pop_all())
+            return EventStream(answer.stream(), answer.held_bytes, state.unread, RESPONSES, stack.pop_all())
         else:
             return json_response(await until_disconnect(request, answer.whole()))
     return followed(request, stored, opened.name.id, -1) if body.stream else json_response(response)
@@ -74,18 +73,6 @@ async def answer_responses(
     planner = Planner(state, caller, task.request)
     plan = await planned(planner, task.prompt, task.shortened, task.num_droppable)
     return ResponsesAnswer(plan, task.options, model, caller.owner, keeper)
-
-
-class _ReleasingStream(EventStream):
-    """The stream of an answer whose conversation is unlocked at its end, however it ends."""
-
-    def __init__(self, answer: ResponsesAnswer, state: ServerState, release: ExitStack) -> None:
-        super().__init__(answer.stream(), answer.held_bytes, state.unread, RESPONSES)
-        self._release = release
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._release:
-            await super().__call__(scope, receive, send)
 
 
 async def _queue(

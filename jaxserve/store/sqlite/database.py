@@ -4,7 +4,7 @@ One thread writes and one reads; each owns its connection. A write is one transa
 epoch: a process that lost the lease can read, and nothing else. Commits are durable when they return (WAL,
 synchronous=FULL). If the disk is full, the log is folded into the database and cut, which may give the room that a
 write needs. Once a damaged page was met nothing is written any more. schema.py has the tables; files.py, batches.py,
-responses.py and items.py know what their rows mean.
+responses.py, items.py and threads.py know what their rows mean.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _FILES_AND_BATCHES = """
 CREATE TABLE lease (
@@ -127,7 +127,28 @@ CREATE TABLE conversations (
 );
 """
 
-SCHEMA = _FILES_AND_BATCHES + _RESPONSES
+# Threads of Messages. Only the latest reply of a thread can be continued; the ids of the earlier ones tell why not.
+_THREADS = """
+CREATE TABLE threads (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    last_id TEXT NOT NULL UNIQUE,   -- id of its latest reply
+    owner TEXT NOT NULL,
+    expires_at INTEGER NOT NULL,
+    bytes INTEGER NOT NULL,         -- of the head and the turns
+    head BLOB NOT NULL              -- JSON of what later requests leave out: system and tools
+);
+CREATE INDEX threads_owner ON threads (owner, expires_at, bytes);
+CREATE INDEX threads_expiry ON threads (expires_at);
+CREATE TABLE thread_turns (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order of the conversation
+    id TEXT NOT NULL UNIQUE,        -- of its reply
+    thread INTEGER NOT NULL REFERENCES threads (seq) ON DELETE CASCADE,
+    body BLOB NOT NULL              -- JSON list of its messages, the reply last
+);
+CREATE INDEX thread_turns_thread ON thread_turns (thread);
+"""
+
+SCHEMA = _FILES_AND_BATCHES + _RESPONSES + _THREADS
 
 # What makes a database of this version one of the next.
 MIGRATIONS = {
@@ -149,4 +170,5 @@ INSERT INTO idempotency SELECT '', key, fingerprint, response, created_at FROM i
 DROP TABLE idempotency_1;
 """,
     2: _RESPONSES,
+    3: _THREADS,
 }
