@@ -260,10 +260,11 @@ class ServerSection(Section):
     allowed_hosts: Auto | HostNames = Field(
         "auto",
         union_mode="left_to_right",
-        description="Host names that requests may be for, beside IP addresses and localhost; *.example.com: all below. "
-        "Others get status 403, so that no web page can give its own name to this server (DNS rebinding). auto: any; "
-        "without an API key on a loopback address, this machine's name. *: any, and without an API key what pages of "
-        "other origins send without a preflight is taken too, which cors_origins otherwise decides.",
+        description="Host names that requests may be for, beside IP addresses, localhost and names of .local and "
+        ".internal; *.example.com: all below. Others get status 403, so that no web page can give its own name to this "
+        "server (DNS rebinding). auto: any; without an API key on a loopback address, this machine's name. *: any, and "
+        "without an API key what pages of other origins send without a preflight is taken too, which cors_origins "
+        "otherwise decides.",
     )
     reasoning_field: Literal["reasoning_content", "both"] = Field(
         "reasoning_content", description="Response field for the reasoning. both: also `reasoning`, as in vLLM."

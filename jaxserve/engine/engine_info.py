@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from jaxserve.config import Config
@@ -18,6 +19,7 @@ from jaxserve.types.messages import EngineInfo
 from jaxserve.types.scheduling.step_times import StepTimes
 
 DEMO_NAME = "demo"
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*/?", re.ASCII)
 # On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
 # lengthens the steps of online requests: twice as many made those of the demo model on 2 cores wait 1.5 times as long.
 CPU_SHARE = 0.75
@@ -56,14 +58,19 @@ class ServedModel:
 
 
 def served_names(config: Config) -> list[str]:
-    """Return the names that clients may use: the configured ones, or the checkpoint's own name."""
+    """Return the names that clients may use: the configured ones, or the checkpoint's own name.
+
+    A relative directory that is written as a hub id, Qwen/Qwen3-8B, may be called so too.
+    """
     if config.model.served_name:
         return list(config.model.served_name)
     path = config.model.path
     if path is None:
         return [DEMO_NAME]
     found = Path(path).expanduser()
-    return [found.resolve().name if found.is_dir() else found.stem if found.is_file() else path]
+    if found.is_dir():
+        return [found.resolve().name, *([path.rstrip("/")] if _HUB_ID.fullmatch(path) else [])]
+    return [found.stem if found.is_file() else path]
 
 
 def engine_info(

@@ -17,11 +17,16 @@ from jaxserve.config import Config
 from .conftest import LiveServer
 
 OWN = ["127.0.0.1:8000", "localhost", "LOCALHOST.:8000", "a.localhost:1", "[::1]:8000", "192.168.0.7", "", "0.0.0.0"]
+OWN += ["host.docker.internal:11434", "nas.local", "vm.c.project.internal", "A.LOCAL."]
 FOREIGN = [
     "evil.example:8000",
     "localhost.evil.example",
     "127.0.0.1.evil.example",
     "evil:80:80",
+    "local",
+    "internal",
+    "host.docker.internal.evil.example",
+    "evillocal",
     "[evil]",
     "2130706433",
 ]

@@ -416,3 +416,20 @@ def test_a_prompt_of_full_pages_has_input_tokens(server: LiveServer) -> None:
         usage = server.post("/v1/messages", body).json()["usage"]
         assert usage["input_tokens"] > 0
         assert usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] > 0
+
+
+def test_a_name_of_claude_is_the_one_served_model(
+    server: LiveServer, claude: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Subagents of Claude Code ask for claude-haiku, whichever model the main conversation has."""
+    reply_with(server, "Hello.")
+    messages = [{"role": "user", "content": "Hi"}]
+    with caplog.at_level("INFO"):
+        for model in ("claude-haiku-4-5", "claude-sonnet-5"):
+            assert both(claude, model=model, messages=messages).model == "demo"
+            assert claude.messages.count_tokens(model=model, messages=messages).input_tokens > 0
+    told = [record.getMessage() for record in caplog.records if "claude" in record.getMessage()]
+    assert told == ["/v1/messages: 'claude-haiku-4-5' is answered by 'demo'"]
+    for route, model in (("messages", "gpt-9"), ("messages", "xclaude-x"), ("chat/completions", "claude-haiku-4-5")):
+        answer = server.http.post(f"/v1/{route}", json={"model": model, "max_tokens": 8, "messages": messages})
+        assert answer.status_code == 404, (route, model)

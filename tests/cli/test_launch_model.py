@@ -12,6 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from jaxserve.config import Config
+from jaxserve.engine.engine_info import served_names
 from tests.cli.test_launch import launch
 from tests.transport.test_child_process import plant
 from tests.waiting import LAST_RESORT
@@ -93,3 +95,15 @@ def test_nothing_is_imported_from_the_directory_of_the_model(
         body = {"model": "llama", "prompt": "a", "max_tokens": 2, "response_format": {"type": "json_object"}}
         assert post(f"{url}/completions", body).status_code == 200  # the grammar worker runs
     assert not mark.exists(), mark.read_text()
+
+
+def test_a_directory_that_is_named_as_on_the_hub_has_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for path in ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B/"):
+        assert served_names(Config.of(path)) == ["Qwen3-8B", "Qwen/Qwen3-8B"]
+    for path in ("./Qwen/Qwen3-8B", str(tmp_path / "Qwen" / "Qwen3-8B"), "Qwen/../Qwen/Qwen3-8B"):
+        assert served_names(Config.of(path)) == ["Qwen3-8B"]
+    assert served_names(Config.of("Qwen/Qwen3-0.6B")) == ["Qwen/Qwen3-0.6B"], "of the hub"

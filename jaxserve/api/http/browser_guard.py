@@ -18,6 +18,8 @@ from jaxserve.api.errors.responses import send_error
 from jaxserve.config import ServerSection
 from jaxserve.errors import PermissionDeniedError
 
+# No public page has a name below these: RFC 6761, RFC 6762, and ICANN's reservation of .internal, which Docker uses.
+_LOCAL_DOMAINS = (".localhost", ".local", ".internal")
 _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 # the types of bodies that the Fetch standard lets a page send without a preflight
@@ -34,8 +36,8 @@ def guarded(app: ASGIApp, section: ServerSection) -> ASGIApp:
 class BrowserGuard:
     """ASGI middleware. hosts: names that a Host header may have; None: any
 
-    IP addresses and localhost are always allowed: no page of another site has such a name. Origins are checked only if
-    the server needs no API key.
+    IP addresses, localhost and names of local domains are always allowed: no page of another site has such a name.
+    Origins are checked only if the server needs no API key.
     """
 
     def __init__(self, app: ASGIApp, section: ServerSection, hosts: tuple[str, ...] | None) -> None:
@@ -101,8 +103,8 @@ def _local_names(bound_to: str) -> tuple[str, ...] | None:
 
 
 def _is_local(name: str) -> bool:
-    """Return whether a name is an IP address or localhost, or empty, as of clients that are no browsers."""
-    if name in ("", "localhost") or name.endswith(".localhost"):
+    """Return whether a name is an IP address or of a local domain, or empty, as of clients that are no browsers."""
+    if name in ("", "localhost") or name.endswith(_LOCAL_DOMAINS):
         return True
     try:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))

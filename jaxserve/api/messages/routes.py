@@ -49,7 +49,7 @@ async def answer_messages(
     body: MessagesRequest, state: ServerState, caller: Caller, keep: Keep | None
 ) -> MessagesAnswer:
     """Check everything that can be wrong with the request and plan its generation. Raises a RequestError."""
-    model = state.check_generates(body.model)
+    model = state.check_messages(body.model)
     task = messages_task(body, state)
     plan = await Planner(state, caller, task.request).chat(task.prompt)
     return MessagesAnswer(plan, task.options, model, keep)
@@ -60,7 +60,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation, tools included."""
     state = server_state(request)
     body = await read_body(request, CountTokensRequest)
-    state.check_generates(body.model)
+    state.check_messages(body.model)
     body = await whole_conversation(body, await read_history(body, state, caller_of(request)), state)
     text = await render(count_prompt(body, state), state)
     ids = await state.encoder.encode(text, add_special_tokens=False, param="messages")

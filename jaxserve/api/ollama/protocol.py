@@ -14,8 +14,9 @@ from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.chat import Tool
 from jaxserve.api.protocol.common import Body, NestedObject
 
-# the version of Ollama whose routes these are: clients compare three plain numbers and ask for 0.6.4 at least
-API_VERSION = "0.12.6"
+# the version of Ollama whose routes these are: clients compare three plain numbers, and Codex asks for 0.13.4,
+# the first with Responses. 0.14.0 is the first with Messages
+API_VERSION = "0.14.0"
 
 KeepAlive = str | Annotated[float, Field(allow_inf_nan=False)]
 Images = Annotated[list[str], Field(max_length=limits.MAX_MESSAGES)]

@@ -133,6 +133,7 @@ class ServerState:
     live: LiveRequests = field(default_factory=LiveRequests)
     sessions: Sessions = field(default_factory=Sessions)
     seal: Seal = field(default_factory=lambda: Seal(sealing_key(None)))
+    has_told_claude: bool = False
     _template_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     startup_error: Exception | None = None  # why the application could not start
     created: int = field(default_factory=lambda: int(time.time()))
@@ -239,6 +240,18 @@ class ServerState:
             shown = ", ".join(names)
             raise ModelNotFoundError(f"The model {name!r} does not exist. Served: {shown}.", param="model")
         return name
+
+    def check_messages(self, name: str | None) -> str:
+        """As `check_generates`, for a route of Messages: a name of Anthropic's models is the one that is served.
+
+        Agents ask for claude-haiku and others for their small tasks, whichever model they were given.
+        """
+        if name is not None and name.startswith("claude-") and name not in self.engine.info.served_names:
+            if not self.has_told_claude:
+                logger.info("/v1/messages: %r is answered by %r", name, self.engine.info.served_names[0])
+                self.has_told_claude = True
+            name = None
+        return self.check_generates(name)
 
     def check_generates(self, name: str | None) -> str:
         """As `check_model`, for a route that generates text. Raises InvalidValueError if the model makes none."""
