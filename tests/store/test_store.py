@@ -1,6 +1,7 @@
 """What survives: recovery, the lease, the lock, and a disk that is full, read-only or broken."""
 
 import asyncio
+import contextlib
 import errno
 import sqlite3
 import subprocess
@@ -13,8 +14,12 @@ import pytest
 from jaxserve.errors import ConfigError, StorageError
 from jaxserve.store import BatchStatus, LineResult, Store
 from jaxserve.store.sqlite.database import LeaseLostError
+from jaxserve.store.sqlite.directory import remove
+from jaxserve.store.sqlite.disk import Disk
+from jaxserve.store.sqlite.schema import SCHEMA_VERSION
 from tests.store.disks import FailingDisk
 from tests.store.helpers import content, new_batch, upload
+from tests.store.test_response_store import VERSION_2
 
 FULL = "The server's disk is full."
 
@@ -128,6 +133,59 @@ def test_a_store_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     for _ in range(2):  # the lock is given back
         with pytest.raises(ConfigError, match="version 99"):
             Store(tmp_path / "store")
+
+
+def test_an_upgrade_says_so_and_keeps_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the copy in its place the jaxserve of before has the store as it was."""
+    directory = tmp_path / "store"
+    asyncio.run(Store(directory).close())
+    assert not caplog.records, "a new store is no upgrade"
+    database, copy = directory / "store.db", directory / "store.db.version-2"
+    database.unlink()
+    for name in ("before", "again"):
+        database.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            connection.executescript(VERSION_2 + "PRAGMA user_version = 2;")
+            connection.execute("PRAGMA journal_mode = WAL")
+            columns = "id, purpose, filename, bytes, created_at, stored"
+            connection.execute(f"INSERT INTO files ({columns}) VALUES (?, 'batch', 'x', 3, 5, 0)", [name])
+            connection.commit()
+        (directory / "store.db.version-2.unfinished").write_bytes(b"of a start that was killed")
+        caplog.clear()
+        asyncio.run(Store(directory).close())
+        told = f"the store database {database} is upgraded from version 2 to {SCHEMA_VERSION}"
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{told}; a copy for the jaxserve of before is {copy}"
+        ]
+        assert {path.name for path in directory.glob("store.db*")} == {"store.db", copy.name}
+        with contextlib.closing(sqlite3.connect(f"{copy.as_uri()}?mode=ro", uri=True)) as connection:
+            assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+            assert connection.execute("SELECT id FROM files").fetchall() == [(name,)]
+        caplog.clear()
+        asyncio.run(Store(directory).close())
+        assert not caplog.records, "once"
+    remove(directory)
+    assert not directory.exists()
+
+
+def test_an_upgrade_without_room_for_the_copy_changes_nothing(tmp_path: Path) -> None:
+    class Full(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            if "version-2" in target.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().rename(source, target)
+
+    asyncio.run(Store(tmp_path / "store").close())
+    database = tmp_path / "store" / "store.db"
+    database.unlink()
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        connection.executescript(VERSION_2 + "PRAGMA user_version = 2;")
+    with pytest.raises(ConfigError, match="No space left") as error:
+        Store(tmp_path / "store", disk=Full())
+    assert error.value.fix == "make room on its disk"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+    assert not list(database.parent.glob("store.db.version*"))
 
 
 def test_a_damaged_database_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from jaxserve.store.sqlite.condition import ConditionLog
 from jaxserve.store.sqlite.disk import Disk, storage_error
 from jaxserve.store.sqlite.integrity import DAMAGED, find_damage, missing_columns, store_error
 from jaxserve.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+
+logger = logging.getLogger(__name__)
 
 REPAIR = "restore the directory from a backup, or move it away to start with an empty store"
 
@@ -77,8 +80,10 @@ class Database:
         if version > SCHEMA_VERSION:
             raise ConfigError(
                 f"the store database {self._path} has version {version}; this jaxserve knows {SCHEMA_VERSION}",
-                fix="use the newer jaxserve, or another --store.path",
+                fix="use the newer jaxserve, or another --store.path; docs/upgrading.md tells the way back",
             )
+        if 0 < version < SCHEMA_VERSION:
+            self._keep_copy(version)
         self._writer.execute("BEGIN IMMEDIATE")
         scripts = [SCHEMA] if version == 0 else [MIGRATIONS[old] for old in range(version, SCHEMA_VERSION)]
         for statement in (statement for script in scripts for statement in script.split(";\n")):
@@ -90,6 +95,30 @@ class Database:
         self._check(f"it lacks {', '.join(missing[:3])}" if missing else None)
         self._disk.commit(self._writer)
         return epoch
+
+    def _keep_copy(self, version: int) -> None:
+        """Keep a copy of the database for the jaxserve that wrote it, and say so: no later one makes it old again."""
+        copy = self._path.with_name(copy_name(self._path.name, version))
+        unfinished = copy.with_name(f"{copy.name}.unfinished")
+        self._disk.unlink(unfinished)
+        try:
+            with contextlib.closing(sqlite3.connect(unfinished)) as target:
+                self._writer.backup(target)
+                target.execute("PRAGMA journal_mode = DELETE")  # a reader of the copy leaves no log beside it
+            with open(unfinished, "rb") as file:
+                self._disk.fsync(file)
+            self._disk.rename(unfinished, copy)
+            self._disk.sync_directory(copy.parent)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        logger.warning(
+            "the store database %s is upgraded from version %d to %d; a copy for the jaxserve of before is %s",
+            self._path,
+            version,
+            SCHEMA_VERSION,
+            copy,
+        )
 
     def connect_reader(self) -> sqlite3.Connection:
         connection = _connect(self._path)
@@ -179,6 +208,11 @@ class Database:
         for executor, connection in ((self._reading, self._reader), (self._writing, self._writer)):
             executor.submit(connection.close).result()
             executor.shutdown()
+
+
+def copy_name(database: str, version: int) -> str:
+    """Return the name of the copy that is kept of a database of an earlier version."""
+    return f"{database}.version-{version}"
 
 
 def _connect(path: Path) -> sqlite3.Connection:

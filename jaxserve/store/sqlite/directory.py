@@ -26,6 +26,8 @@ SEALING_KEY = "sealing-key"  # of api/shared/sealing.py
 TABLES = frozenset({"lease", "files", "batches", "results", "idempotency"})  # since version 1 of the database
 
 _OWN_FILES = {MARK, "lock", SEALING_KEY, DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"}
+# copies of databases of earlier versions, see database.py
+_COPY = re.compile(rf"{re.escape(DATABASE)}\.version-\d+(\.unfinished(-journal|-wal|-shm)?)?", re.ASCII)
 _OWN_NAMES = {FILES: re.compile(r"file-[0-9a-f]{24}"), TMP: re.compile(r"[0-9a-f]{24}|mark")}
 _OF_FILE_SYSTEMS = {"lost+found"}  # in the root of a volume
 
@@ -72,6 +74,7 @@ def own_files(directory: Path, kind: str) -> Iterator[Path]:
 def remove(directory: Path) -> None:
     """Remove a store that is closed. What is not the store's stays, with the directories above it."""
     paths = [path for kind in (FILES, TMP) for path in own_files(directory, kind)]
+    paths += [path for path in directory.iterdir() if _COPY.fullmatch(path.name)]
     for path in [*paths, *(directory / name for name in _OWN_FILES - {MARK}), directory / MARK]:
         path.unlink(missing_ok=True)
     for path in (directory / FILES, directory / TMP, directory):
