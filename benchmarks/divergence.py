@@ -2,7 +2,7 @@
 
     python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4] [--rounded]
 
---rounded: with the products of `runtime.products: rounded`, also for bfloat16 weights.
+--rounded: with the products of `runtime.activations: rounded`, also for bfloat16 weights.
 
 The divergence is that of Kullback and Leibler from the float32 model, a mean over tokens in nats. A perplexity may fall
 by chance where a model's numbers change, and does so for a small model; the divergence may not.

@@ -5,7 +5,7 @@
 Each form multiplies the same rows by the same numbers. The weights of a form are larger than the caches. The result has
 the median of each form's milliseconds and its ratio to float32 over the same turns. Q6_K and Q4_K are held as int8 with
 a scale for 16 numbers, and as 4 bits with a scale and a zero for 32. "int8 rounded" is int8 with rows
-that are rounded too (`runtime.products: rounded`), on processors that have the instructions.
+that are rounded too (`runtime.activations: rounded`), on processors that have the instructions.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -41,6 +42,8 @@ from jaxserve.config_sections.value_types import (
     reveal,
 )
 from jaxserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_STORE = "~/.local/share/jaxserve"  # of store.path: auto
 _LISTS = ("keys", "served")  # whose errors name the entry
@@ -141,7 +144,7 @@ class RuntimeSection(Section):
         "TPU from v5e on (for rows in bfloat16), C kernels with native attention, else XLA. An explicit choice never "
         "falls back.",
     )
-    products: Literal["auto", "exact", "rounded"] = Field(
+    activations: Literal["auto", "exact", "rounded"] = Field(
         "auto",
         description="Activations in linear layers. exact: as they are. rounded: as the weight's form allows, which is "
         "faster with many rows. auto: rounded on a GPU or a TPU for checkpoints that were made for activations of 8 "
@@ -315,6 +318,10 @@ class LoggingSection(Section):
     stats_interval: Seconds = Field(10.0, description="Seconds between two log lines of a busy engine.")
 
 
+# Keys by the names that they had in 0.3. Both names are read until 0.5, the old one with a warning.
+RENAMED: Mapping[str, str] = {"runtime.products": "runtime.activations"}
+
+
 class Config(Section):
     """All sections of the configuration."""
 
@@ -332,6 +339,9 @@ class Config(Section):
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> Config:
         """Build a Config from nested dicts. Raises ConfigError with every wrong key and value, but no secret."""
+        tree, notices = with_current_names(tree)
+        for notice in notices:
+            logger.warning(notice)
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
@@ -360,7 +370,7 @@ class Config(Section):
         """
         tree: dict[str, dict[str, Any]] = {"model": {"path": model}}
         for name, value in keys.items():
-            sections = [key.partition(".")[0] for key in known_keys() if key.partition(".")[2] == name]
+            sections = [key.partition(".")[0] for key in [*known_keys(), *RENAMED] if key.partition(".")[2] == name]
             if name == "dtype":
                 sections = ["model"]
             if len(sections) != 1:
@@ -380,6 +390,29 @@ def known_keys() -> dict[str, FieldInfo]:
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         keys |= {f"{section}.{name}": inner for name, inner in field.annotation.model_fields.items()}
     return keys
+
+
+def old_name_notice(old: str) -> str:
+    """Return the warning about a key of RENAMED."""
+    return f"{old} is called {RENAMED[old]} now; the old name is read until version 0.5"
+
+
+def with_current_names(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return nested dicts with today's names of the keys, and a warning for each old name.
+
+    Raises ConfigError if a key has both names.
+    """
+    found, notices = dict(tree), []
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        keys = found.get(section)
+        if isinstance(keys, Mapping) and name in keys:
+            current = new.partition(".")[2]
+            if current in keys:
+                raise ConfigError(f"{old} and {new} are the same key", fix=f"leave {old} out")
+            found[section] = {current if key == name else key: value for key, value in keys.items()}
+            notices.append(old_name_notice(old))
+    return found, notices
 
 
 def suggestion(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:

@@ -6,7 +6,7 @@ r"""Measure the engine beside llama.cpp on this CPU: the same weights in four fo
 
 Every prompt has 128 random tokens and every answer 64; all of a batch are there at the beginning. llama.cpp computes
 one prompt after the other and then decodes all rows together, on all cores. Each round runs all sides in processes of
-their own, one after the other, and each takes the best of its tries. Ours runs with `runtime.products` exact and
+their own, one after the other, and each takes the best of its tries. Ours runs with `runtime.activations` exact and
 rounded; in float32 there is only exact. Our keys and values are float32 unless --cache is bfloat16; llama.cpp's are
 float16. Prints output tokens a second and the ratios to llama.cpp.
 
@@ -49,7 +49,7 @@ def engine_of(model: str, form: str, rows: int, products: str, cache: str) -> En
         "model": {"path": model, "dtype": dtype, "quantization": quantization},
         "cache": {"dtype": cache},
         "scheduler": {"max_num_seqs": rows},
-        "runtime": {"products": "exact" if form == "F32" else products},
+        "runtime": {"activations": "exact" if form == "F32" else products},
     }
     return Engine(config=Config.parse(tree))
 

@@ -5,7 +5,7 @@
 
 PEER is an environment with vLLM for CPUs. Prompts and answers are those of `benchmarks.beside_llamacpp`. Each round
 runs all sides in processes of their own, by turns, and each takes the best of its tries. vLLM rounds the activations of
-bfloat16 weights to bfloat16, which is our `runtime.products: rounded`. Prints output tokens a second and the ratios
+bfloat16 weights to bfloat16, which is our `runtime.activations: rounded`. Prints output tokens a second and the ratios
 to vLLM.
 """
 

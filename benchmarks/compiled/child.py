@@ -1,10 +1,12 @@
-"""Compile programs and print one JSON line each: `python -m benchmarks.compiled.child DUMPS NAME CHIP`.
+"""Compile programs and print one JSON line each: `python -m benchmarks.compiled.child DUMPS NAME CHIP [--lower]`.
 
 DUMPS: the folder of XLA_FLAGS' dumps. It is emptied. NAME: only programs whose names have this text.
+--lower: do not compile, and print the SHA-256 of each program's text instead.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -17,16 +19,22 @@ from benchmarks.compiled.programs import all_programs, tpu_programs
 from benchmarks.compiled.reading import Reading, read, read_tpu
 from benchmarks.compiled.table import CHIPS
 from jaxserve.runtime.compilation.compiler import Program
-from jaxserve.runtime.saved_programs.target import compile_for, make_target
+from jaxserve.runtime.saved_programs.target import compile_for, lowered_text, make_target
 
 
-def main(dumps: Path, wanted: str, chip: str) -> None:
-    """Compile the programs of a chip whose names have the text `wanted`."""
+def main(dumps: Path, wanted: str, chip: str, *, lower: bool) -> None:
+    """Compile, or lower only, the programs of a chip whose names have the text `wanted`."""
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # a moved file changes no program
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     programs = all_programs if chip == "h200" else tpu_programs
     for name, program in programs(make_target(CHIPS[chip]).mesh):
         if wanted in name:
-            print(json.dumps({name: _reading(program, dumps, chip)}), flush=True)
+            found = {"lowered": _lowered(program)} if lower else _reading(program, dumps, chip)
+            print(json.dumps({name: found}), flush=True)
+
+
+def _lowered(program: Program) -> str:
+    return hashlib.sha256(lowered_text(program).encode()).hexdigest()[:16]
 
 
 def _reading(program: Program, dumps: Path, chip: str) -> Reading:
@@ -41,4 +49,4 @@ def _reading(program: Program, dumps: Path, chip: str) -> Reading:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], lower="--lower" in sys.argv[4:])

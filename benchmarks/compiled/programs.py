@@ -54,7 +54,7 @@ def make_set(
     """Return the program set of a published model, cut to `layers` layers. Allocates nothing.
 
     pages: as cache.dtype. weights: as model.quantization, or the quantization_config of a checkpoint that is kept.
-    products: as runtime.products.
+    products: as runtime.activations.
     """
     sizes = {"num_hidden_layers": layers, "first_k_dense_replace": max(0, layers - 2)}
     hf: dict[str, Any] = PUBLISHED[name].hf | sizes
@@ -74,7 +74,7 @@ def make_set(
         page_size=_PAGE,
         cache_dtype=resolve_cache_dtype(pages, _BFLOAT16),
         attention=attention,
-        products=products,
+        activations=products,
         num_pages=_PAGES,
     )
     setup = RunnerSetup.of(LoadedModel(structure, leaves, Path(), 0, 0.0), config, target)

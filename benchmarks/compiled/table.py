@@ -74,9 +74,9 @@ def load(chip: str = "h200") -> dict[str, Any]:
     return json.loads(path_of(chip).read_text())
 
 
-def save(programs: dict[str, Any], versions: dict[str, str], chip: str = "h200") -> None:
-    """Write the table of these readings, by program."""
-    whole = {"sources": digest(), "versions": versions, "programs": programs}
+def save(programs: dict[str, Any], lowered: dict[str, str], versions: dict[str, str], chip: str = "h200") -> None:
+    """Write the table of these readings, by program. lowered: the hash of each program's text"""
+    whole = {"sources": digest(), "versions": versions, "lowered": lowered, "programs": programs}
     path_of(chip).write_text(json.dumps(whole, indent=1) + "\n")
 
 

@@ -283,7 +283,7 @@ def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh
     """Return a name for the pages of the model; another one if anything changes that changes their content."""
     weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, describe(loaded.config)
     numbers = resolved.cache_dtype.name, resolved.page_size
-    kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.products
+    kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.activations
     devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor
     return fingerprint(directory, __version__, weights, numbers, kernels, devices)
 

@@ -115,7 +115,7 @@ class StoredForm:
     zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
     unquantized: modules that are not quantised.
     permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
-    rounds_activations: whether it was made for activations of 8 bits, see `runtime.products`.
+    rounds_activations: whether it was made for activations of 8 bits, see `runtime.activations`.
     found: the quantised modules, known once the files are open; then `unquantized` has no effect.
     types: of GGUF, the quantised modules with their types; then `unquantized` has no effect, and bits, group and
       zeros are those of all modules together.

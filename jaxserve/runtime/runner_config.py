@@ -38,7 +38,7 @@ class RunnerConfig:
     cache_dtype: jnp.dtype
     attention: str = "auto"
     experts: str = "auto"
-    products: str = "auto"
+    activations: str = "auto"
     num_pages: int | None = None
     num_window_pages: int | None = None
     host_memory: int | None = None  # bytes for copies of evicted pages
@@ -80,7 +80,7 @@ class RunnerConfig:
             cache_dtype=resolve_cache_dtype(cache.dtype, dtype),
             attention=config.runtime.attention,
             experts=config.runtime.experts,
-            products=config.runtime.products,
+            activations=config.runtime.activations,
             num_pages=None if cache.num_pages == "auto" else cache.num_pages,
             num_window_pages=None if cache.num_window_pages == "auto" else cache.num_window_pages,
             host_memory=cache.host_memory,

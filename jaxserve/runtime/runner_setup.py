@@ -40,7 +40,7 @@ from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.scheduling.window_size import WindowSize
 
 logger = logging.getLogger(__name__)
-_FIX = "leave runtime.products out"
+_FIX = "leave runtime.activations out"
 _FP8_SINCE, _HOPPER = (8, 9), (9, 0)  # compute capability
 _PROBED = 3  # on a TPU a cache of this part of the memory is tried; a copy of it may be as large
 _BOUND = ("bind", "mesh", "layers")  # fields of StepPrograms whose text differs between processes
@@ -233,9 +233,9 @@ def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh,
     """Return the products of the step programs. Raises ConfigError if what is named cannot run here."""
     rounding = chosen_rounding(config, loaded, mesh, backend)
     if rounding == "cpu":
-        logger.info("runtime.products %s: activations are rounded", config.products)
+        logger.info("runtime.activations %s: activations are rounded", config.activations)
     elif rounding is not None:
-        logger.info("runtime.products %s: activations are rounded to 8 bits", config.products)
+        logger.info("runtime.activations %s: activations are rounded to 8 bits", config.activations)
     elif _made_for_8_bits(loaded):
         logger.info("%s was made for activations of 8 bits, which are not rounded here", loaded.directory)
     products = Products(
@@ -297,9 +297,15 @@ def chosen_rounding(
     Raises ConfigError if the configuration asks for it and this machine or these weights cannot have it.
     """
     on_cpu = mesh.platform == "cpu"
-    if config.products == "rounded":
+    if config.activations == "rounded":
         return _asked_on_cpu(loaded, mesh, backend) if on_cpu else _asked(config, loaded, mesh, backend)
-    if config.products == "exact" or on_cpu or backend is None or config.deterministic or not _made_for_8_bits(loaded):
+    if (
+        config.activations == "exact"
+        or on_cpu
+        or backend is None
+        or config.deterministic
+        or not _made_for_8_bits(loaded)
+    ):
         return None
     device = _device(mesh)
     return device if device and _any_rounded(loaded, device) else None
@@ -313,12 +319,14 @@ def _made_for_8_bits(loaded: LoadedModel) -> bool:
 
 def _asked_on_cpu(loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None) -> Rounding:
     if backend is None or not native_products(backend, mesh):
-        raise ConfigError("runtime.products 'rounded' on a CPU is for decoders on one, with native attention", fix=_FIX)
+        raise ConfigError(
+            "runtime.activations 'rounded' on a CPU is for decoders on one, with native attention", fix=_FIX
+        )
     specs = filter(_rounded_on_cpu, loaded.structure.specs)
     forms = {jnp.dtype(spec.dtype) for spec in specs} & set(map(jnp.dtype, native.ROUNDED_FORMS))
     if not forms:
         raise ConfigError(
-            "runtime.products 'rounded' has no effect on weights in float32, FP8 or MXFP4, or with a scale for 16 "
+            "runtime.activations 'rounded' has no effect on weights in float32, FP8 or MXFP4, or with a scale for 16 "
             "numbers, or of routed experts on a CPU",
             fix=f"set model.dtype: bfloat16 or model.quantization: int8 or int4, or {_FIX}",
         )
@@ -328,7 +336,7 @@ def _asked_on_cpu(loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None
         if not narrow:
             needs = "AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
         fix = _FIX if narrow else f"set model.quantization: int8 or int4, which need less, or {_FIX}"
-        raise ConfigError(f"runtime.products 'rounded' needs a processor with {needs}", fix=fix)
+        raise ConfigError(f"runtime.activations 'rounded' needs a processor with {needs}", fix=fix)
     return "cpu"
 
 
@@ -342,18 +350,20 @@ def _rounded_on_cpu(spec: ParamSpec) -> bool:
 
 def _asked(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None) -> Rounding:
     if backend is None:
-        raise ConfigError("runtime.products 'rounded' is for decoders", fix=_FIX)
+        raise ConfigError("runtime.activations 'rounded' is for decoders", fix=_FIX)
     if config.deterministic:
-        raise ConfigError("runtime.products 'rounded' and runtime.deterministic work together on a CPU only", fix=_FIX)
+        raise ConfigError(
+            "runtime.activations 'rounded' and runtime.deterministic work together on a CPU only", fix=_FIX
+        )
     device = _device(mesh)
     if device is None:
-        raise ConfigError("runtime.products 'rounded' needs a GPU of compute capability 8.9 or more", fix=_FIX)
+        raise ConfigError("runtime.activations 'rounded' needs a GPU of compute capability 8.9 or more", fix=_FIX)
     if not _any_rounded(loaded, device):
         forms = "int8" if device == "tpu" else "int8 or FP8"
         groups = ", or one for each multiple of 128 numbers" if device == "hopper" else ""
         raise ConfigError(
-            f"runtime.products 'rounded' has an effect here only on linear layers in {forms} without zeros, with one "
-            f"scale for a row{groups}, but not on routed experts",
+            f"runtime.activations 'rounded' has an effect here only on linear layers in {forms} without zeros, with "
+            f"one scale for a row{groups}, but not on routed experts",
             fix=_FIX,
         )
     return device

@@ -52,6 +52,23 @@ def test_a_list_is_given_by_repeating_the_flag() -> None:
     assert config.model.served_name == ("a", "b", "c")
 
 
+def test_an_old_name_of_a_key_is_read_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warning = "runtime.products is called runtime.activations now; the old name is read until version 0.5"
+    path = write(tmp_path, "runtime: {products: exact}\n")
+    flag, variable = "--runtime.products", "JAXSERVE_RUNTIME__PRODUCTS"
+    for argv, environ in (([flag, "exact"], {}), ([], {variable: "exact"}), (["--config", path], {})):
+        notices: list[str] = []
+        config = load_config(argv, environ, notice=notices.append)
+        assert config.runtime.activations == "exact"
+        assert [line.removeprefix(f"{flag}: ") for line in notices] == [warning]
+    assert load_config(["--config", path, flag, "rounded"], {}).runtime.activations == "rounded"
+    assert not caplog.messages
+    assert Config.of(products="exact").runtime.activations == "exact"
+    assert caplog.messages == [warning]
+    with pytest.raises(ConfigError, match=r"runtime.products and runtime.activations are the same key"):
+        Config.parse({"runtime": {"products": "exact", "activations": "exact"}})
+
+
 def test_a_section_of_comments_takes_flags(tmp_path: Path) -> None:
     path = write(tmp_path, "server:\n#  port: 1\n")
     assert load_config(["--config", path, "--port", "2"], {}).server.port == 2

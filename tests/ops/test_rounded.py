@@ -155,26 +155,26 @@ def test_the_check_at_the_start_has_them() -> None:
 def _asked(
     dtypes: list[str], attention: str = "native", group: int = 32, kind: str = "int8", axes: tuple[str, ...] = ()
 ) -> str | None:
-    config = Config.model_validate({"runtime": {"products": "rounded"}})
+    config = Config.model_validate({"runtime": {"activations": "rounded"}})
     packing = SimpleNamespace(group=group, kind=kind)
     specs = [SimpleNamespace(dtype=jnp.dtype(d), packing=None if "float" in d else packing, axes=axes) for d in dtypes]
     loaded: Any = SimpleNamespace(structure=SimpleNamespace(specs=specs))
-    resolved: Any = SimpleNamespace(products=config.runtime.products)
+    resolved: Any = SimpleNamespace(activations=config.runtime.activations)
     backend = None if attention == "none" else get_backend(attention, "cpu")
     return chosen_rounding(resolved, loaded, make_mesh("cpu"), backend)
 
 
 def test_what_cannot_have_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RunnerConfig.__dataclass_fields__["products"].default == "auto"
+    assert RunnerConfig.__dataclass_fields__["activations"].default == "auto"
     assert _asked(["bfloat16", "int8"]) and _asked(["float32", "uint8"])
-    with pytest.raises(ConfigError, match=r"products 'rounded' has no effect on weights in float32, FP8 or MXFP4"):
+    with pytest.raises(ConfigError, match=r"activations 'rounded' has no effect on weights in float32, FP8 or MXFP4"):
         _asked(["float32", "float8_e4m3fn"])
     others: list[dict[str, Any]] = [{"group": 16}, {"kind": "mxfp4"}, {"axes": ("expert",)}]
     for unlike in others:
         with pytest.raises(ConfigError, match="with a scale for 16 numbers, or of routed experts"):
             _asked(["float32", "uint8"], **unlike)
     for attention in ("xla", "none"):
-        with pytest.raises(ConfigError, match=r"products 'rounded' on a CPU is for decoders on one"):
+        with pytest.raises(ConfigError, match=r"activations 'rounded' on a CPU is for decoders on one"):
             _asked(["int8"], attention)
     wide = "needs a processor with AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
     narrow = "needs a processor with AVX2 or NEON's dot products, for weights in int8 and int4"

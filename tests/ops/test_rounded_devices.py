@@ -174,7 +174,7 @@ def setup_of(
     loaded: Any = SimpleNamespace(structure=structure, config=config, directory="here")
     device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="")
     mesh: Any = SimpleNamespace(platform=platform, devices=[device])
-    resolved: Any = SimpleNamespace(products=asked, deterministic=form["deterministic"], experts="auto")
+    resolved: Any = SimpleNamespace(activations=asked, deterministic=form["deterministic"], experts="auto")
     return resolved, loaded, mesh, None if form.get("encoder") else get_backend("xla", "cpu")
 
 
@@ -185,7 +185,7 @@ def chosen(*asked: str, **form: Any) -> str | None:
 def test_the_log_says_which_products_a_model_has(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert chosen_products(*setup_of("auto", "tpu")).rounded == "tpu"
-    assert "runtime.products auto: activations are rounded to 8 bits" in caplog.text
+    assert "runtime.activations auto: activations are rounded to 8 bits" in caplog.text
     for exact in (setup_of("exact", "tpu"), setup_of("auto", "cpu"), setup_of("auto", "tpu", group=128)):
         caplog.clear()
         assert chosen_products(*exact).rounded is None

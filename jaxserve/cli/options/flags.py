@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from jaxserve.cli.options.flag_answers import Answer, Key, NoEffect, Refused
 from jaxserve.cli.options.foreign_flags import ROWS
-from jaxserve.config import SECRETS, known_keys, suggestion
+from jaxserve.config import RENAMED, SECRETS, known_keys, old_name_notice, suggestion
 from jaxserve.errors import ConfigError
 
 CONFIG = "config"  # the value of --config, which is no key of the configuration
@@ -75,6 +75,8 @@ def find_flag(flag: str) -> tuple[Answer, bool]:
     key = flag.removeprefix("--").replace("-", "_")
     if flag.startswith("--") and key in known_keys():
         return Key(key), known_keys()[key].annotation is bool
+    if flag.startswith("--") and key in RENAMED:
+        return Key(RENAMED[key], note=old_name_notice(key)), known_keys()[RENAMED[key]].annotation is bool
     name = flag.replace("_", "-")
     exact, beginnings = _table()
     for known in (name, name.partition(".")[0]):  # --compilation-config.level is --compilation-config

@@ -17,7 +17,7 @@ from yaml.composer import ComposerError
 
 from jaxserve.cli.options.cluster import fill_hosts
 from jaxserve.cli.options.flags import CONFIG, parse_flags, plain
-from jaxserve.config import Config, known_keys, suggestion
+from jaxserve.config import RENAMED, Config, known_keys, old_name_notice, suggestion, with_current_names
 from jaxserve.errors import ConfigError
 
 ENV_PREFIX = "JAXSERVE_"
@@ -51,8 +51,11 @@ def load_config(
         notice(line)
     flags = parsed.values
     path = flags.pop(CONFIG, None)
-    tree: dict[str, Any] = read_yaml(Path(path)) if path is not None else {}
-    for key, value in (_parse_environment(environ) | flags).items():
+    tree, old_names = with_current_names(read_yaml(Path(path)) if path is not None else {})
+    variables = _parse_environment(environ, old_names.append)
+    for line in old_names:
+        notice(line)
+    for key, value in (variables | flags).items():
         section, _, name = key.partition(".")
         if tree.get(section) is None:
             tree[section] = {}  # as in the file: a section of which every line is a comment
@@ -113,12 +116,15 @@ def _yaml_problem(error: Exception) -> str:
     return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
 
 
-def _parse_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _parse_environment(environ: Mapping[str, str], notice: Callable[[str], None]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable.startswith(_TEST_PREFIX):
             continue
         key = variable[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
+        if key in RENAMED:
+            notice(old_name_notice(key))
+            key = RENAMED[key]
         if key not in known_keys():
             if _is_service_link(variable, text):
                 continue

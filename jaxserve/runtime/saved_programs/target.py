@@ -7,6 +7,7 @@ runs. A GPU needs the packages of jax's CUDA plugin, a TPU needs libtpu; neither
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,16 +101,35 @@ def make_target(name: str, *, tensor: int = 1, expert: int = 1) -> Target:
 
 def compile_for(program: Program) -> jax.stages.Compiled:
     """Compile a program whose arguments are on the mesh of `make_target`."""
+    with _on_target(program):
+        return _lower(program).compile(compiler_options=dict(program.options) or None)
+
+
+def lowered_text(program: Program) -> str:
+    """Return the StableHLO of a program whose arguments are on the mesh of `make_target`."""
+    with _on_target(program):
+        return _lower(program).as_text()
+
+
+def _lower(program: Program) -> jax.stages.Lowered:
+    platform = "tpu" if _device(program).platform == "tpu" else "cuda"
     jitted = jax.jit(program.function, donate_argnums=program.donate, out_shardings=program.out_shardings)
-    sharding = jax.tree.leaves(program.out_shardings)[0]
-    device = sharding.mesh.devices.flat[0]
-    on_tpu = device.platform == "tpu"
-    # Pallas asks which device it lowers for, and would otherwise find the machine's own. Kernels over several devices
-    # are lowered while the program is compiled.
-    abstract = AbstractDevice(device.device_kind, getattr(device, "core_count", 1), "tpu" if on_tpu else "gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
-        lowered = jitted.trace(*program.args).lower(lowering_platforms=("tpu" if on_tpu else "cuda",))
-        return lowered.compile(compiler_options=dict(program.options) or None)
+    return jitted.trace(*program.args).lower(lowering_platforms=(platform,))
+
+
+def _device(program: Program) -> jax.Device:
+    return jax.tree.leaves(program.out_shardings)[0].mesh.devices.flat[0]
+
+
+def _on_target(program: Program) -> AbstractContextManager[None]:
+    """Return a context in which Pallas lowers for the target's device, not for the machine's own.
+
+    Kernels over several devices are lowered while the program is compiled.
+    """
+    device = _device(program)
+    kind = "tpu" if device.platform == "tpu" else "gpu"
+    abstract = AbstractDevice(device.device_kind, getattr(device, "core_count", 1), kind)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
 def _read(name: str) -> str:
