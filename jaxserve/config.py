@@ -176,7 +176,8 @@ class RuntimeSection(Section):
         None,
         ge=0,
         lt=2**63,
-        description="Seed for requests without a seed, the same at each start. null: drawn and logged at each start.",
+        description="Seed for requests without a seed, the same at each start. null: drawn at each start, and logged "
+        "at the level debug.",
     )
 
 

@@ -37,13 +37,13 @@ def siblings(request: EngineRequest, new_id: Callable[[], str], seed: int | None
 
 
 def request_seed(configured: int | None) -> int:
-    """Return `runtime.random_seed`; if it is not set, draw a seed from the operating system and log it.
+    """Return `runtime.random_seed`; if it is not set, draw a seed from the operating system.
 
-    A fixed seed gives the requests of every server start the same sequence of seeds. Set the logged seed to repeat a
-    run.
+    A fixed seed gives the requests of every start the same sequence of seeds. A drawn one is logged at the level debug,
+    so that a run can be repeated.
     """
     if configured is not None:
         return configured
     seed = secrets.randbits(63)
-    logger.info("seed drawn: %d", seed)  # short enough for 80 columns with the log prefix
+    logger.debug("runtime.random_seed: %d was drawn", seed)
     return seed

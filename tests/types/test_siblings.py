@@ -43,9 +43,9 @@ def test_a_configured_seed_repeats_the_sequence(configured: int) -> None:
 
 
 def test_a_drawn_seed_is_in_the_log_so_that_a_run_can_be_repeated(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     seed = request_seed(None)
-    assert f"seed drawn: {seed}" in caplog.text and 0 <= seed < 2**63
+    assert f"runtime.random_seed: {seed} was drawn" in caplog.text and 0 <= seed < 2**63
     caplog.clear()
     assert request_seed(5) == 5 and not caplog.text
 
