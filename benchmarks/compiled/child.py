@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import warnings
 from pathlib import Path
 
 import jax
+from jax._src.interpreters import mlir
+from jax._src.lib import mosaic_gpu_dialect  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.compiled.programs import all_programs, tpu_programs
 from benchmarks.compiled.reading import Reading, read, read_tpu
 from benchmarks.compiled.table import CHIPS
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.saved_programs.target import compile_for, lowered_text, make_target
+
+_MOSAIC_GPU = re.compile(r'kernel_hash = "(?:[^"\\]|\\.)*", module = "((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(rb'\\([0-9A-F]{2}|\\|")')
 
 
 def main(dumps: Path, wanted: str, chip: str, *, lower: bool) -> None:
@@ -34,7 +41,18 @@ def main(dumps: Path, wanted: str, chip: str, *, lower: bool) -> None:
 
 
 def _lowered(program: Program) -> str:
-    return hashlib.sha256(lowered_text(program).encode()).hexdigest()[:16]
+    text = _MOSAIC_GPU.sub(lambda kernel: _without_paths(kernel[1]), lowered_text(program))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_paths(module: str) -> str:
+    """Return the text of a Mosaic GPU kernel from its escaped bytecode, which names the file that it came from."""
+    bytecode = _ESCAPED.sub(lambda one: bytes.fromhex(one[1].decode()) if len(one[1]) == 2 else one[1], module.encode())
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    mosaic_gpu_dialect.register_dialect(context)
+    with context:
+        return str(ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False))
 
 
 def _reading(program: Program, dumps: Path, chip: str) -> Reading:
