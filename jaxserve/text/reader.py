@@ -64,6 +64,11 @@ class TextReader:
         return piece
 
     @property
+    def is_empty(self) -> bool:
+        """All text that has come was read."""
+        return self._exhausted
+
+    @property
     def ended(self) -> bool:
         """The text is over and all of it was read."""
         return self.closed and self._exhausted

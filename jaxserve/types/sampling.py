@@ -36,19 +36,27 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     begin_unless: tuple[Int32, ...] = ()
 
 
-class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+class ThinkingForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How an output thinks.
+
+    family: name of the reasoning format in text/reasoning, or "harmony". inside: the prompt ends inside the thinking.
+    calls: name of the format of tool calls. tools: names of the request's tools; a call of one also ends the thinking
+    """
+
+    family: str
+    inside: bool = False
+    calls: str = ""
+    tools: tuple[str, ...] = ()
+
+
+class ThinkingBudget(ThinkingForm, frozen=True, kw_only=True):
     """A limit on the tokens of the thinking. When it is reached, the end of the thinking is appended to the output.
 
     tokens: maximum number of thinking tokens
-    family: name of the reasoning format in text/reasoning. inside: the prompt ends inside the thinking.
-    tools: names of the request's tools; a tool call also ends the thinking
     end_token_ids: tokens of the end marker, which become part of the output
     """
 
     tokens: Count
-    family: str
-    inside: bool = False
-    tools: tuple[str, ...] = ()
     end_token_ids: tuple[Int32, ...]
 
 
@@ -88,6 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    stops_after: ThinkingForm | None = None  # how the output thinks, where no stop string or pattern counts
     skip_special_tokens: bool = True
     visible_token_ids: tuple[Int32, ...] = ()  # special tokens to keep in the text, because an output parser needs them
     spaces_between_special_tokens: bool = True

@@ -1,6 +1,7 @@
 """Reasoning in chat, beside content and calls: streamed and whole are equal, whatever the model writes."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -94,3 +95,35 @@ def test_an_open_thought_cut_by_length(server: LiveServer, client: Any) -> None:
     whole, _ = both(client, max_tokens=4)
     assert whole.choices[0].finish_reason == "length"
     assert whole.choices[0].message.content is None and whole.choices[0].message.reasoning_content
+
+
+def test_a_stop_string_does_not_end_the_thinking_on_any_route(server: LiveServer) -> None:
+    reply_with(server, "<think>First END, then more.</think>It is 4. END of it.")
+    for path, stop, body in (
+        ("/v1/chat/completions", {"stop": ["END"]}, {"messages": MESSAGES}),
+        ("/v1/chat/completions", {"stop_regex": ["EN?D"]}, {"messages": MESSAGES}),
+        ("/v1/responses", {"stop": ["END"]}, {"input": "hi"}),
+        ("/v1/messages", {"stop_sequences": ["END"]}, {"messages": MESSAGES}),
+        ("/api/chat", {"options": {"stop": ["END"]}}, {"messages": MESSAGES, "think": True}),
+    ):
+        for stream in (False, True):
+            length = {"max_tokens": 200, "max_output_tokens": 200}
+            answer = server.post(path, {"model": "demo", "stream": stream} | length | stop | body)
+            assert answer.status_code == 200, answer.text
+            pieces = re.findall(r'"(?:delta|reasoning_content|thinking|content|text)":\s*"([^"]*)"', answer.text)
+            text = "".join(pieces)
+            assert "First END, then more." in text and "It is 4." in text, (path, stream, answer.text)
+            assert " of it" not in text, (path, stream, answer.text)
+
+
+def test_a_constrained_answer_is_not_read_as_reasoning(server: LiveServer, client: Any) -> None:
+    """Text that spells a tag is the answer's own."""
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for text in ("<think>", "<think>no", "</think>", "a</think>b"):
+        reply_with(server, text)
+        whole, _ = both(client, extra_body=off | {"structured_outputs": {"choice": [text, "x"]}})
+        assert (whole.choices[0].message.content, whole.choices[0].message.reasoning_content) == (text, None)
+    reply_with(server, f"<think>hm {CALL}</think> and <think>so</think>Done.</think>")
+    whole, _ = both(client, tools=[WEATHER])
+    message = whole.choices[0].message
+    assert (message.content, message.reasoning_content, len(message.tool_calls)) == ("and Done.", "hm\nso", 1)

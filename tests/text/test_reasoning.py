@@ -1,5 +1,6 @@
 """Reasoning parsers, the choice of parsers, and both kinds together."""
 
+import itertools
 import json
 import random
 from typing import Any
@@ -39,7 +40,34 @@ CASES = [
     ("qwen3", "<think>", "cut by the length", "cut by the length", None),
     ("qwen3", "<think>", "<think>said twice</think>x", "said twice", "x"),
     ("qwen3", "<think>", "a </thin b </think> c", "a </thin b", "c"),
-    ("qwen3", "user wrote <think>\nassistant", "x</think>", None, "x</think>"),
+    ("qwen3", "user wrote <think>\nassistant", "x</think>", None, "x"),
+    # lone end tags, second blocks, and tags that are only mentioned
+    ("qwen3", "<think>", "a</think>\n\n</think>\n\nb </think> c\n</think>\n", "a", "b c\n"),
+    ("qwen3", "<think>\n\n</think>\n\n", "</think>\n\nHi", None, "Hi"),
+    ("qwen3", "", "<think>a</think>b<think>c</think>d", "a\nc", "bd"),
+    ("qwen3", "", "<think>a</think>b\n\n<think>\nc\n</think>\n\nd", "a\nc", "b\n\nd"),
+    ("qwen3", "", "<think>a</think>b. <think>c</think> d", "a\nc", "b. d"),
+    ("qwen3", "", "<think>a</think>b<think>never closed", "a\nnever closed", "b"),
+    ("qwen3", "", "<think>a</think><think>b</think>c", "a\nb", "c"),
+    ("qwen3", "", "Sure.\n<think>\nc\n</think>\nd", "c", "Sure.\nd"),
+    ("qwen3", "", "<think>a</think>Use `<think>` and `</think>`.", "a", "Use `<think>` and `</think>`."),
+    ("qwen3", "", "<think>a</think>The <think> tag, closed by </think>.", "a", "The <think> tag, closed by </think>."),
+    ("qwen3", "", '<think>a</think>re.search("<think>(.*)</think>")', "a", 're.search("<think>(.*)</think>")'),
+    (
+        "qwen3",
+        "",
+        "<think>a</think>```\n<think>\nx\n</think>\n```\nb</think>",
+        "a",
+        "```\n<think>\nx\n</think>\n```\nb",
+    ),
+    ("mistral", "", "[THINK]a[/THINK]b[/THINK]\n[THINK]c[/THINK]d", "a\nc", "b\nd"),
+    (
+        "granite",
+        "",
+        "Here is my thought process: a Here is my response: b Here is my response: c",
+        "a",
+        "b Here is my response: c",
+    ),
     ("deepseek_r1", "", "silently opened</think>x", "silently opened", "x"),
     ("deepseek_r1", "<think>\n</think>", "x", None, "x"),
     ("mistral", "", "[THINK]a[/THINK]b", "a", "b"),
@@ -69,12 +97,12 @@ def test_reasoning_then_calls(text: str) -> None:
     closed = "</think>" in text
     for deltas in ([text], list(text)):
         output = run(choice, deltas, tools=TOOLS)
-        assert output.reasoning == ("a <tool_call> b" if closed else "never closed " + CALL)
-        assert [call.name for call in output.tool_calls] == (["f"] if closed else [])
+        assert output.reasoning == ("a <tool_call> b" if closed else "never closed")
+        assert [call.name for call in output.tool_calls] == ["f"]
         kept = run(choice, deltas, tools=TOOLS, separate_reasoning=False)
         assert kept.reasoning is None
-        assert kept.content == (text.removesuffix(" " + CALL) if closed else text)
-        assert len(kept.tool_calls) == int(closed)
+        assert (kept.content or "").strip() == text.removesuffix(" " + CALL)
+        assert len(kept.tool_calls) == 1
 
 
 def test_a_call_may_end_the_thinking() -> None:
@@ -96,17 +124,61 @@ OPENINGS = [
 ]
 
 
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+OPENINGS += [
+    ("deepseek_v3", "deepseek_v3", ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>g<"], DEEPSEEK),
+    (
+        *("deepseek_r1", "deepseek_v3", ["<｜tool▁calls▁begin｜> then"]),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
+    ),
+    (
+        *("deepseek_v3", "deepseek_v32", ["<｜DSML｜function_calls> comes"]),
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    ),
+    ("mistral", "mistral", ["[TOOL_CALLS]", "[TOOL_CALLS] f is", "[TOOL_CALLS]g{"], "[TOOL_CALLS]f[ARGS]{}"),
+    ("mistral", "mistral", ["[TOOL_CALLS] g"], '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'),
+    ("mistral", "mistral", ["[TOOL_CALLS]f"], "[TOOL_CALLS]f{}"),
+    ("deepseek_v3", "hermes", ["<tool_call>"], CALL),
+]
+
+
+@pytest.mark.parametrize("reasoning, tool, mentions, call", OPENINGS)
+def test_a_tag_behind_a_call_that_was_made_while_thinking(
+    reasoning: str, tool: str, mentions: list[str], call: str
+) -> None:
+    """The call has ended the thinking; the end tag is lone, and a second block is reasoning."""
+    start, end = REASONING_FAMILIES[reasoning].start, REASONING_FAMILIES[reasoning].end
+    for tail, reasoned, content in (
+        (f"\n{end}", "hm", None),
+        (f"\n{end}\n\nOK.", "hm", "OK."),
+        (f"\n{start}more{end}OK.", "hm\nmore", "OK."),
+        (f"\n{end}\n{call}\n{end}OK.", "hm", "OK."),
+    ):
+        text = f"{start}hm\n{call}{tail}"
+        for deltas in ([text], list(text)):
+            output = run(ParserChoice(tool=tool, reasoning=reasoning), deltas, tools=TOOLS)
+            assert (output.reasoning, output.content) == (reasoned, content), tail
+            assert [each.name for each in output.tool_calls] == ["f"] * text.count(call)
+
+
+def test_tags_in_a_constrained_answer_are_its_text() -> None:
+    choice, text = ParserChoice(reasoning="qwen3"), '{"a": "x</think>y <think>z"}'
+    for deltas in ([text], list(text)):
+        assert run(choice, deltas, answer_is_literal=True).content == text
+        assert run(choice, ["<think>"], answer_is_literal=True, thinks=False).content == "<think>"
+
+
 @pytest.mark.parametrize("reasoning, tool, mentions, call", OPENINGS)
 def test_only_a_call_ends_the_thinking(reasoning: str, tool: str, mentions: list[str], call: str) -> None:
-    choice = ParserChoice(tool=tool, reasoning=reasoning)
+    choice, tags = ParserChoice(tool=tool, reasoning=reasoning), REASONING_FAMILIES[reasoning]
     for mention in mentions:
-        text = f"<think>I could write {mention} here. Let me think on.</think>A tag."
+        text = f"{tags.start}I could write {mention} here. Let me think on.{tags.end}A tag."
         for deltas in ([text], list(text)):
             for tools in (TOOLS, None):
                 output = run(choice, deltas, tools=tools)
                 assert output.reasoning == f"I could write {mention} here. Let me think on.", (mention, tools)
                 assert (output.content, output.tool_calls) == ("A tag.", [])
-        text = f"<think>I write {mention} or {call}"
+        text = f"{tags.start}I write {mention} or {call}"
         for deltas in ([text], list(text)):
             output = run(choice, deltas, tools=TOOLS)
             assert output.reasoning == f"I write {mention} or" and output.content is None
@@ -115,12 +187,12 @@ def test_only_a_call_ends_the_thinking(reasoning: str, tool: str, mentions: list
 
 @pytest.mark.parametrize("reasoning, tool, mentions, call", OPENINGS)
 def test_without_tools_no_call_ends_the_thinking(reasoning: str, tool: str, mentions: list[str], call: str) -> None:
-    choice = ParserChoice(tool=tool, reasoning=reasoning)
-    text = f"<think>I write {call} or so.</think>Done."
+    choice, tags = ParserChoice(tool=tool, reasoning=reasoning), REASONING_FAMILIES[reasoning]
+    text = f"{tags.start}I write {call} or so.{tags.end}Done."
     for deltas in ([text], list(text)):
         assert run(choice, deltas).reasoning == f"I write {call} or so."
         kept = run(choice, deltas, tools=TOOLS, separate_reasoning=False)
-        assert (kept.content or "").startswith("<think>I write") and [c.name for c in kept.tool_calls] == ["f"]
+        assert (kept.content or "").startswith(f"{tags.start}I write") and [c.name for c in kept.tool_calls] == ["f"]
 
 
 @pytest.mark.parametrize("family", [name for name, tags in REASONING_FAMILIES.items() if tags.calls])
@@ -140,6 +212,103 @@ def test_text_that_may_be_a_call_survives(family: str) -> None:
             assert (output.reasoning or "") + (output.content or "") == text
             seen.append((output.reasoning, output.content))
         assert seen[0] == seen[1]
+
+
+def families() -> list[str]:
+    return [*REASONING_FAMILIES, "harmony"]
+
+
+HOSTILE = (
+    *(
+        "a",
+        "naïve",
+        "日本",
+        "👩‍👩‍👧",
+        " ",
+        "\n",
+        "\n\n",
+        "`x`",
+        "```\ncode\n```\n",
+        '"quoted"',
+        "\\",
+        "<",
+        ">",
+        "</",
+        "<|",
+        "[",
+        "◁",
+        "{}",
+    ),
+    *(
+        "Here is my",
+        "It is 4.",
+        '{"a": [1, "b"]}',
+        "<b>bold</b>",
+        "- item\n",
+        "to=",
+        "assistant",
+        "final",
+        "f",
+        "a < b > c",
+    ),
+)
+
+
+def hostile_output(family: str, rng: random.Random) -> tuple[str, str, str]:
+    """Return an output as the family writes it, its reasoning and its answer without white space at their ends."""
+
+    def words(count: int) -> str:
+        return "".join(rng.choices(HOSTILE, k=rng.randrange(1, count))).strip()
+
+    others = [tag for name, tags in REASONING_FAMILIES.items() if name != family for tag in (tags.start, tags.end)]
+    own = (
+        (REASONING_FAMILIES[family].start, REASONING_FAMILIES[family].end) if family != "harmony" else ("<|channel|>",)
+    )
+    foreign = [tag for tag in others if tag not in own and not any(each in tag for each in own)]
+    thought, answer = (
+        words(12) + rng.choice(["", rng.choice(foreign)]),
+        words(12) + rng.choice(["", rng.choice(foreign)]),
+    )
+    second = words(6) if rng.random() < 0.3 else ""
+    if family == "harmony":
+        text = f"<|channel|>analysis<|message|>{thought}<|end|>"
+        if second:
+            text += f"<|start|>assistant<|channel|>analysis<|message|>{second}<|end|>"
+        text += f"<|start|>assistant<|channel|>final<|message|>{answer}<|return|>"
+        return text, thought + ("\n" + second if second else ""), answer
+    tags = REASONING_FAMILIES[family]
+    start = "" if tags.always and rng.random() < 0.5 else tags.start + rng.choice(["", "\n"])
+    text = start + thought + rng.choice(["", "\n", " "]) + tags.end + rng.choice(["", "\n\n"])
+    if second and not tags.start[0].isalpha():
+        text += tags.start + second + tags.end + rng.choice(["", "\n"])
+        thought += "\n" + second
+    stray = rng.choice(["", "\n" + tags.end + "\n"]) if not tags.start[0].isalpha() and in_plain_text(answer) else ""
+    return text + answer + stray, thought, answer
+
+
+def in_plain_text(text: str) -> bool:
+    """Return whether a tag in the next line is outside of code."""
+    return sum(line.lstrip().startswith("```") for line in text.split("\n")) % 2 == 0
+
+
+@pytest.mark.parametrize("family", families())
+def test_hostile_texts_around_and_inside_the_thinking(family: str) -> None:
+    """Whole and at random cuts, the split is that of the generator, and no character is lost."""
+    rng = random.Random(family)
+    choice = ParserChoice(reasoning=family)
+    for _ in range(500):
+        text, thought, answer = hostile_output(family, rng)
+        whole = run(choice, [text])
+        assert ((whole.reasoning or "").strip(), (whole.content or "").strip()) == (thought.strip(), answer.strip()), (
+            text
+        )
+        for _ in range(3):
+            borders = sorted({0, len(text), *(rng.randrange(len(text)) for _ in range(rng.randrange(1, 20)))})
+            deltas = [text[a:b] for a, b in itertools.pairwise(borders)]
+            assert run(choice, deltas) == whole, deltas
+        assert run(choice, list(text)) == whole, text
+        kept = run(choice, list(text), separate_reasoning=False)
+        assert kept.reasoning is None and (family == "harmony" or kept.content == text)
 
 
 def test_without_tools_calls_stay_text() -> None:

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.sampling import SamplingParams, ThinkingForm
 
 TEXT = "naïve café 👩‍👩‍👧‍👦 日本語のテキスト e\u0301 \u0928\u093f — done. And more."
 
@@ -106,3 +106,40 @@ def test_logprobs_stay_with_their_tokens(tokenizer: Tokenizer) -> None:
     assert result.logprobs is not None
     assert [p.token_id for p in result.logprobs] == result.token_ids
     assert len(result.token_ids) < len(ids)
+
+
+THOUGHTS = [
+    (ThinkingForm(family="qwen3"), "<think>\nStop here: END. On.\n</think>\n\n", "It is 4."),
+    (ThinkingForm(family="qwen3", inside=True), "Stop here: END. On.\n</think>\n\n", "It is < 4"),
+    (ThinkingForm(family="qwen3"), "", "<thin END"),
+    (ThinkingForm(family="qwen3", calls="hermes", tools=("f",)), "<think>END", '<tool_call>{"name": "f"} '),
+    (ThinkingForm(family="deepseek_v3", calls="mistral", tools=("f",)), "<think>END", "[TOOL_CALLS]f[ARGS]{}"),
+    (ThinkingForm(family="mistral"), "[THINK]END[/THINK]", "It is 4."),
+    (
+        ThinkingForm(family="harmony"),
+        "<|channel|>analysis<|message|>END<|end|><|start|>assistant<|channel|>final<|message|>",
+        "It is 4.",
+    ),
+    (ThinkingForm(family="harmony"), "<|channel|>final<|message|>", "It is 4."),
+]
+
+
+@pytest.mark.parametrize("form, thought, answer", THOUGHTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_stops_do_not_count_while_the_model_thinks(
+    tokenizer: Tokenizer, form: ThinkingForm, thought: str, answer: str, seed: int
+) -> None:
+    """They end the answer, wherever the tokens are cut, and no character of the thinking is lost."""
+    for params in (
+        SamplingParams(stop=("END",), stops_after=form),
+        SamplingParams(stop_regex=("EN?D",), stops_after=form),
+    ):
+        shown = "END" if params.stop_regex else ""
+        for rest, reason in ((answer + "END and more", FinishReason.STOP), (answer, FinishReason.LENGTH)):
+            ids = tokenizer.encode(thought + rest, add_special_tokens=False, plain=True)
+            results = run(tokenizer, random_cuts(ids, random.Random(seed)), params, FinishReason.LENGTH)
+            expected = thought + answer + (shown if reason is FinishReason.STOP else "")
+            if answer.endswith("END"):  # the stop is within the answer itself
+                expected, reason = thought + answer.removesuffix("END") + shown, FinishReason.STOP
+            assert "".join(result.text for result in results) == expected
+            assert results[-1].finish_reason is reason

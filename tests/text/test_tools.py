@@ -140,7 +140,6 @@ PLAIN = [
     ("granite", "<|tool_call|>x"),
     ("harmony", "no channels"),
     ("harmony", "to=now is a recipient"),
-    ("harmony", "<|channel|>" + "x" * 600),
 ]
 
 
@@ -284,9 +283,26 @@ def test_arguments_stream_in_fragments(family: str) -> None:
     assert sum(isinstance(event, ToolCallDelta) for event in events) > 10
 
 
-def test_a_harmony_header_that_breaks_off_leaves_the_next_message_as_it_is() -> None:
-    text = "<|channel|>analysis<|end|><|start|>assistant<|channel|>final<|message|>hi<|return|>"
-    assert shape(run("harmony", list(text))) == ("<|channel|>analysishi", None, [])
+def test_a_harmony_header_that_breaks_off_is_not_shown() -> None:
+    """The next message is as it is, and text behind the header's words is not lost."""
+    final = "<|start|>assistant<|channel|>final<|message|>hi<|return|>"
+    for header, content, reasoning in (
+        ("<|channel|>analysis<|end|>", "hi", None),
+        ("<|channel|>analysis<|channel|>", "hi", None),
+        ("<|start|>assistant", "hi", None),
+        ("<|start|>assistant<|channel|>commentary to=browser.search code<|end|>", "codehi", None),
+        ("<|channel|>commentary to=functions.nothing <|constrain|>json<|call|>", "hi", None),
+        ("<|channel|>analysis I think.<|end|>", "hi", "I think."),
+        ("<|channel|>final It is 4.<|end|>", "It is 4.hi", None),
+        ("<|channel|>" + "x" * 600 + "<|end|>", "x" * 600 + "hi", None),
+        ("<|channel|><|end|><|start|><|end|><|constrain|>json<|end|>", "hi", None),
+        ("<|message|>", "hi", None),
+    ):
+        text = header + (
+            final.removeprefix("<|start|>assistant<|channel|>") if header.endswith("<|channel|>") else final
+        )
+        for deltas in ([text], list(text)):
+            assert shape(run("harmony", deltas)) == (content, reasoning, []), header
 
 
 @pytest.mark.parametrize("end", ["<|message|>", "", " <|constrain|>json"])

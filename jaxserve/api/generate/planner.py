@@ -20,7 +20,8 @@ from jaxserve.api.tasks.extras import check_sizes
 from jaxserve.api.tasks.task import ChatPrompt, Continuation, RequestOptions, TextPrompt
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.events import OutputParser
-from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget
+from jaxserve.text.tools.registry import HARMONY
+from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget, ThinkingForm
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,18 @@ class Planner:
         token_ids = self._context(prompt, rendered.token_ids, "messages")
         params = self._params(prompt, token_ids, await chat_grammar(prompt, rendered, self.state))
         tokenizer, has_tools = self.state.engine.tokenizer, prompt.tools.mode != "none"
+        form = self._thinking_form(prompt, rendered)
+        is_answer = _is_answer(prompt, params.grammar) and not self.state.parsers.harmony
+        has_stops = bool(params.stop or params.stop_regex)
         params = msgspec.structs.replace(
             params,
             visible_token_ids=self.state.parsers.visible_token_ids(tokenizer, tools=has_tools),
-            thinking=self._thinking_budget(prompt, rendered, params),
+            thinking=self._thinking_budget(prompt, form, params),
+            stops_after=form if has_stops and not is_answer else None,
         )
         task = self._with_mode(prompt, PromptTask(token_ids, params))
         generation = Generation(self.state, self.options, [task], self.caller)
-        return ChatPlan(generation, rendered.text, self._turns(prompt, rendered, generation.usage))
+        return ChatPlan(generation, rendered.text, self._turns(prompt, rendered, generation.usage, is_answer))
 
     def _context(self, prompt: Continuation, token_ids: list[int], param: str) -> list[int]:
         token_ids = session_context(token_ids, prompt.mode.session, self.state, self.caller)
@@ -93,24 +98,38 @@ class Planner:
         task = with_repetition_rule(with_beam_search(task, prompt.mode, self.state), prompt.mode.repetition)
         return with_session(task, prompt.mode, self.options.request_id, self.state, self.caller)
 
+    def _thinking_form(self, prompt: ChatPrompt, rendered: RenderedChat) -> ThinkingForm | None:
+        """Return how the output thinks; None for a model that does not."""
+        parsers, offered = self.state.parsers, prompt.tools.tool_set
+        if parsers.harmony:
+            return None if prompt.continued else ThinkingForm(family=HARMONY)
+        if parsers.think_tags is None:
+            return None
+        return ThinkingForm(
+            family=parsers.reasoning or "",
+            inside=parsers.think_tags.opened_by(rendered.text, prompt.continued),
+            calls=parsers.tool or "",
+            tools=() if offered is None else offered.names,
+        )
+
     def _thinking_budget(
-        self, prompt: ChatPrompt, rendered: RenderedChat, params: SamplingParams
+        self, prompt: ChatPrompt, form: ThinkingForm | None, params: SamplingParams
     ) -> ThinkingBudget | None:
         tags = self.state.parsers.think_tags
         if prompt.thinking_budget is None:
             return None
-        if tags is None:
+        if tags is None or form is None:
             message = "thinking_token_budget: this model does not think between tags."
             raise InvalidValueError(message, param="thinking_token_budget")
         if params.extras.routed_experts:
             message = "thinking_token_budget does not go with return_routed_experts."
             raise InvalidValueError(message, param="return_routed_experts")
-        offered = prompt.tools.tool_set
         return ThinkingBudget(
             tokens=prompt.thinking_budget,
-            family=self.state.parsers.reasoning or "",
-            inside=tags.opened_by(rendered.text, prompt.continued),
-            tools=() if offered is None else offered.names,
+            family=form.family,
+            inside=form.inside,
+            calls=form.calls,
+            tools=form.tools,
             end_token_ids=self._end_of_thinking(tags.end, params.grammar),
         )
 
@@ -125,7 +144,8 @@ class Planner:
         ids = tuple(encode(f"\n{end}", add_special_tokens=False))
         return ids if ids[-len(grammar.begin_after) :] == grammar.begin_after else grammar.begin_after
 
-    def _turns(self, prompt: ChatPrompt, rendered: RenderedChat, usage: Usage) -> Callable[[], Turn]:
+    def _turns(self, prompt: ChatPrompt, rendered: RenderedChat, usage: Usage, is_answer: bool) -> Callable[[], Turn]:
+        """is_answer: the output has no reasoning"""
         tools, offered = prompt.tools, prompt.tools.tool_set
         if offered is not None:
             offered = replace(offered, on_unoffered=self.state.metrics.unoffered_calls.inc)
@@ -140,9 +160,16 @@ class Planner:
                 continued=prompt.continued,
                 separate_reasoning=prompt.separate_reasoning,
                 fallback_tool="json" if tools.mode == "required" else None,
+                answer_is_literal=prompt.constraint is not None,
+                thinks=not is_answer,
             )
             if tools.raw_input is not None:
                 parser = RawInputParser(tools.raw_input, parser)
             return Turn(parser, usage, parallel=tools.parallel, token_bytes=token_bytes)
 
         return make
+
+
+def _is_answer(prompt: ChatPrompt, grammar: GrammarSpec | None) -> bool:
+    """Return whether a constraint of the answer holds from the first token, so that no text is reasoning."""
+    return prompt.constraint is not None and grammar is not None and not grammar.begin_after

@@ -11,14 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.events import ContentDelta, Event, OutputParser, ReasoningDelta, merged
+from jaxserve.text.events import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallStart, merged
 from jaxserve.text.output.harmony import HarmonyParser
 from jaxserve.text.reasoning import (
     REASONING_ALIASES,
     REASONING_FAMILIES,
+    LaterThoughts,
     ThinkParser,
     ThinkTags,
     reasoning_of_template,
+    think_tags,
 )
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolParser, ToolSet
@@ -37,7 +39,7 @@ class ParserChoice:
 
     @property
     def think_tags(self) -> ThinkTags | None:
-        return REASONING_FAMILIES.get(self.reasoning or "")
+        return think_tags(self.reasoning, self.tool)
 
     @property
     def harmony(self) -> bool:
@@ -51,6 +53,8 @@ class ParserChoice:
         continued: str = "",
         separate_reasoning: bool = True,
         fallback_tool: str | None = None,
+        answer_is_literal: bool = False,
+        thinks: bool = True,
     ) -> OutputParser:
         """Return a parser for one output.
 
@@ -58,20 +62,24 @@ class ParserChoice:
         prompt: the rendered prompt; continued: the assistant's text that the output continues, if any
         separate_reasoning: False leaves the reasoning, with its tags, in the content
         fallback_tool: family for a model that has none (required calls are then plain JSON: "json")
+        answer_is_literal: a constraint decides what the answer is; tags in it are its text
+        thinks: False if the output is all answer, because a constraint holds from its first token
         """
         if self.harmony:
             return _Harmony(tools, separate_reasoning)
         form = TOOL_FORMATS.get(self.tool or fallback_tool or "")
         tool_parser = form.parser(tools) if form is not None and tools is not None else None
         tags = self.think_tags
-        if tags is None:
+        if tags is None or not thinks:
             return _Pipeline(None, tool_parser, True)
         inside = tags.opened_by(prompt, continued)
         if not separate_reasoning and tool_parser is None:
             return _Pipeline(None, None, True)
         names = tools.names if tools is not None and tool_parser is not None else ()
         thinking = ThinkParser(tags, inside=inside, keep=not separate_reasoning, tools=names)
-        return _Pipeline(thinking, tool_parser, separate_reasoning)
+        # Granite's tags are sentences, which an answer may have too
+        cleans = separate_reasoning and not answer_is_literal and not tags.start[0].isalpha()
+        return _Pipeline(thinking, tool_parser, separate_reasoning, LaterThoughts(tags) if cleans else None)
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the texts that the parsers look for. If one is a special token, detokenizing must not skip it."""
@@ -114,25 +122,33 @@ def _resolve(name: str, known: dict[str, str], detected: str | None, key: str) -
 
 
 class _Pipeline:
-    """Reasoning first, then the tool calls in what remains."""
+    """Reasoning first, then the tool calls in what remains, then later reasoning in what is no call."""
 
-    def __init__(self, reasoning: ThinkParser | None, tools: ToolParser | None, separate: bool) -> None:
-        self._reasoning, self._tools, self._separate = reasoning, tools, separate
+    def __init__(
+        self,
+        reasoning: ThinkParser | None,
+        tools: ToolParser | None,
+        separate: bool,
+        later: LaterThoughts | None = None,
+    ) -> None:
+        self._reasoning, self._tools, self._separate, self._later = reasoning, tools, separate, later
 
     def feed(self, delta: str) -> list[Event]:
         plain: list[Event] = [ContentDelta(delta)] if delta else []
         events = self._reasoning.feed(delta) if self._reasoning else plain
         if self._tools is None and self._separate:
-            return events
-        return merged(self._through(events))
+            return self._without_tags(events)
+        return merged(self._without_tags(self._through(events)))
 
     @property
     def thinking(self) -> bool:
-        return self._reasoning is not None and self._reasoning.thinking is not False
+        is_first = self._reasoning is not None and self._reasoning.thinking is not False
+        return is_first or (self._later is not None and self._later.thinking)
 
     def finish(self, *, whole: bool = False) -> list[Event]:
         events = self._through(self._reasoning.finish() if self._reasoning else [])
-        return merged(events + (self._tools.finish(whole=whole) if self._tools else []))
+        events = self._without_tags(events + (self._tools.finish(whole=whole) if self._tools else []))
+        return merged(events + (self._later.flush() if self._later else []))
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
         out: list[Event] = []
@@ -143,6 +159,21 @@ class _Pipeline:
                 out.append(ContentDelta(event.text))
             else:
                 out.append(event)
+        return out
+
+    def _without_tags(self, events: list[Event]) -> list[Event]:
+        if self._later is None:
+            return events
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                out += self._later.feed(event.text)
+                continue
+            if isinstance(event, ReasoningDelta):
+                self._later.reasoned = True
+            elif isinstance(event, ToolCallStart):
+                out += self._later.flush()
+            out.append(event)
         return out
 
 

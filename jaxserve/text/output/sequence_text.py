@@ -11,13 +11,15 @@ import msgspec
 
 from jaxserve.errors import HTTPError, InvalidValueError, RequestTimeoutError, ServerError
 from jaxserve.text.detokenizer import make_detokenizer
+from jaxserve.text.events import ContentDelta, ReasoningDelta
+from jaxserve.text.output.harmony import HarmonyThoughts
 from jaxserve.text.patterns import StopPatterns
-from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
+from jaxserve.text.reasoning import ThinkingLimit, ThinkParser, think_tags
 from jaxserve.text.stop import StopChecker, Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
-from jaxserve.types.sampling import SamplingParams, ThinkingBudget
+from jaxserve.types.sampling import SamplingParams, ThinkingBudget, ThinkingForm
 
 
 class RequestOutput(msgspec.Struct):
@@ -98,6 +100,7 @@ class SequenceText:
         )
         stops = stops or make_stops(params)
         self._stops = StopChecker(stops, include=params.include_stop_str_in_output) if stops else None
+        self._thoughts = None if params.stops_after is None or stops is None else _thoughts(params.stops_after)
         self._thinking = None if params.thinking is None else _limit(params.thinking)
         self.thinks_too_long = self._thinking is not None and self._thinking.exceeded
 
@@ -184,7 +187,7 @@ class SequenceText:
                 return used, None
         if output.finish_reason is None:
             return len(output.token_ids), None
-        text, matched = self._checked(self._detokenizer.flush())
+        text, matched = self._checked(self._detokenizer.flush(), last=True)
         result.text += text
         if matched is None and self._stops is not None:
             result.text += self._stops.flush()
@@ -199,9 +202,23 @@ class SequenceText:
         result.text += text
         return matched
 
-    def _checked(self, text: str, *, early: bool = False) -> tuple[str, str | None]:
-        """Return the text that may be sent, and the stop string found. early: no stop counts yet (min_tokens)."""
-        return (text, None) if self._stops is None else self._stops.push(text, ignore=early)
+    def _checked(self, text: str, *, early: bool = False, last: bool = False) -> tuple[str, str | None]:
+        """Return the text that may be sent, and the stop string found. No stop counts within reasoning.
+
+        early: no stop counts yet (min_tokens). last: the output ends here
+        """
+        if self._stops is None:
+            return text, None
+        if self._thoughts is None:
+            return self._stops.push(text, ignore=early)
+        sent = ""
+        for event in self._thoughts.feed(text) + (self._thoughts.finish() if last else []):
+            assert isinstance(event, ContentDelta | ReasoningDelta)
+            text, matched = self._stops.push(event.text, ignore=early or isinstance(event, ReasoningDelta))
+            sent += text
+            if matched is not None:
+                return sent, matched
+        return sent, None
 
 
 def error_of(output: TokenOutput) -> HTTPError:
@@ -213,5 +230,12 @@ def error_of(output: TokenOutput) -> HTTPError:
 
 
 def _limit(budget: ThinkingBudget) -> ThinkingLimit:
-    tags = REASONING_FAMILIES[budget.family]
+    tags = think_tags(budget.family, budget.calls)
+    assert tags is not None
     return ThinkingLimit(tags, budget.tokens, inside=budget.inside, tools=budget.tools)
+
+
+def _thoughts(form: ThinkingForm) -> ThinkParser | HarmonyThoughts:
+    """Return what divides an output of this form into reasoning and answer, and keeps all of its text."""
+    tags = think_tags(form.family, form.calls)
+    return HarmonyThoughts() if tags is None else ThinkParser(tags, inside=form.inside, keep=True, tools=form.tools)

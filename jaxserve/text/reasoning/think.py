@@ -15,13 +15,14 @@ from jaxserve.text.reader import Reading, TextReader
 class CallOpening:
     """How a tool call begins that ends the thinking without its closing tag.
 
-    `marker`, white space, the name of a tool of the request if `named`, white space, and one of `first`. The marker
-    alone is not enough: a model that thinks about its format writes it too.
+    `marker`, white space, the name of a tool of the request if `named`, white space, and one of `first`; or without a
+    name one of `unnamed`. The marker alone is not enough: a model that thinks about its format writes it too.
     """
 
     marker: str
     first: tuple[str, ...]
     named: bool = False
+    unnamed: tuple[str, ...] = ()
 
     def read(self, reader: TextReader, tools: Collection[str]) -> Reading[str]:
         """Take the opening; the end of it, or "" if what comes next is none. What was taken is remembered."""
@@ -29,8 +30,9 @@ class CallOpening:
         yield from reader.accept(self.marker)
         yield from reader.space()
         if self.named:
-            if not (yield from reader.accept(*tools)):
-                return ""
+            found = yield from reader.accept(*tools, *self.unnamed)
+            if not found or found in self.unnamed:
+                return found
             yield from reader.space()
         return (yield from reader.accept(*self.first))
 
@@ -142,3 +144,128 @@ class ThinkParser:
             self._events.append(ReasoningDelta("".join(self._space) + stripped))
             self._space, self._begun = [], True
         self._space.append(text[len(stripped) :])
+
+
+class LaterThoughts:
+    """Takes tags out of the text after the first thinking: a second block is reasoning, a lone end tag is dropped.
+
+    Tags that the text mentions stay: in code, after a quotation mark, and an end tag after a start tag that stayed. A
+    start tag within a line, behind a space, opens a block only if the model has thought before.
+
+    thinking: the text read so far ends within a block
+    reasoned: the output has had reasoning
+    """
+
+    def __init__(self, tags: ThinkTags) -> None:
+        self._tags = tags
+        self.thinking = self.reasoned = False
+        self._mentions = 0  # start tags that stayed, less the end tags that stayed
+        self._events: list[Event] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reader = TextReader()
+        self._run = self._parts()
+        self._seeks_tag = True  # `_parts` waits for the next tag
+        self._code = _CodeMarks()
+        self._last = ""  # the last character that went out since the beginning, or a call
+        self._space = ""  # of a block, dropped if the block ends here
+        self._in_block = False  # the block has had text
+
+    def feed(self, text: str) -> list[Event]:
+        tags = self._tags
+        if self._seeks_tag and self._reader.is_empty and tags.start[0] not in text and tags.end[0] not in text:
+            self._content(text)  # the common case
+        else:
+            self._reader.push(text)
+            next(self._run, None)
+        events, self._events = self._events, []
+        return events
+
+    def flush(self) -> list[Event]:
+        """Return what was held back, at the end of the output or where a call begins, which ends a block too."""
+        self._reader.closed = True
+        next(self._run, None)
+        events, self._events = self._events, []
+        self.thinking = False
+        self._begin()
+        return events
+
+    def _parts(self) -> Reading[None]:
+        start, end = self._tags.start, self._tags.end
+        while marker := (yield from self._reader.copy_until((start, end), self._content)):
+            self._seeks_tag = False
+            is_mention = self._code.inside or self._last in tuple("\"'“‘«")
+            if marker == start:
+                is_mention = is_mention or not (yield from self._opens())
+            elif self._mentions:
+                is_mention = True
+            if is_mention:
+                self._mentions = max(0, self._mentions + (1 if marker == start else -1))
+                self._content(marker)
+                self._seeks_tag = True
+                continue
+            if marker == start:
+                self.thinking, self._in_block = True, False
+                marker = yield from self._reader.copy_until((end,), self._thought)
+                self.thinking, self._space = False, ""
+            space = yield from self._reader.space()
+            if self._last and not self._last.isspace():
+                self._content(space)
+            self._seeks_tag = True
+
+    def _opens(self) -> Reading[bool]:
+        """Return whether the start tag that was read opens a block."""
+        if self._code.is_line_blank or not self._last.isspace():
+            return True
+        following = yield from self._reader.peek()
+        return self.reasoned and following not in tuple(" \t,.;:!?)") and following != ""
+
+    def _content(self, text: str) -> None:
+        if text:
+            self._code.add(text)
+            self._last = text[-1]
+            self._events.append(ContentDelta(text))
+
+    def _thought(self, text: str) -> None:
+        text = self._space + text if self._in_block else text.lstrip()
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if stripped:
+            self._events.append(ReasoningDelta("\n" * (self.reasoned and not self._in_block) + stripped))
+            self._in_block = self.reasoned = True
+
+
+class _CodeMarks:
+    """Whether the text so far ends within Markdown's code.
+
+    is_line_blank: the last line has nothing but white space
+    """
+
+    def __init__(self) -> None:
+        self._fenced = False
+        self._ticks = 0  # in the last line
+        self._head = ""  # the first three characters of the last line, without white space before
+
+    @property
+    def inside(self) -> bool:
+        return self._fenced or self._ticks % 2 == 1 or self._head == "```"
+
+    @property
+    def is_line_blank(self) -> bool:
+        return not self._head
+
+    def add(self, text: str) -> None:
+        if len(self._head) == 3 and "`" not in text and "\n" not in text:
+            return
+        first, *lines = text.split("\n")
+        self._add_to_line(first)
+        for line in lines:
+            self._fenced ^= self._head in ("```", "~~~")
+            self._ticks, self._head = 0, ""
+            self._add_to_line(line)
+
+    def _add_to_line(self, text: str) -> None:
+        self._ticks += text.count("`")
+        if len(self._head) < 3:
+            self._head = (self._head + text).lstrip()[:3]
