@@ -92,7 +92,7 @@ _COMPUTED: list[tuple[Entry, str]] = [
     *(
         (Entry(400, "invalid_request_error", "context_length_exceeded"), example.message)
         for example in (
-            ContextLengthError.too_long(6013, 2048, param="messages"),
+            ContextLengthError.too_long(6013, 2047, context=2048, param="messages"),
             ContextLengthError.no_room(1000, 2000, 2048),
         )
     ),

@@ -252,6 +252,11 @@ class ServerSection(Section):
     send_timeout: Seconds = Field(
         60.0, description="Close the connection if the client reads nothing for this many seconds."
     )
+    ping_interval: Seconds | None = Field(
+        5.0,
+        description="A stream without events sends a comment, or Anthropic's ping, every so many seconds, so that no "
+        "proxy or client gives it up. null: none.",
+    )
     max_unread_bytes: Int = Field(
         4 * 2**20,
         ge=64 * 2**10,

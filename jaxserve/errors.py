@@ -125,14 +125,14 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
     @classmethod
-    def too_long(cls, num_tokens: int, limit: int, *, param: str) -> ContextLengthError:
-        """Return the error for a prompt of `num_tokens` that leaves no token to generate in a context of `limit`
-        tokens.
+    def too_long(cls, num_tokens: int, maximum: int, *, context: int, param: str) -> ContextLengthError:
+        """Return the error for a prompt of `num_tokens`.
+
+        maximum: number of tokens of the longest prompt that is accepted: the context, less a token to generate
         """
-        maximum = min(limit, num_tokens - 1)
         noun = param if param in ("messages", "input") else "prompt"
         return cls(
-            f"This model's maximum context length is {limit} tokens, and the prompt is too long: "
+            f"This model's maximum context length is {context} tokens, and the prompt is too long: "
             f"{num_tokens} tokens > {maximum} maximum. Please reduce the length of the {noun}.",
             param=param,
         )

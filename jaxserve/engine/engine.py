@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import jax
 import msgspec
+import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.engine.core.engine_control import EngineControl
@@ -33,7 +35,7 @@ from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, To
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.siblings import request_seed, siblings
 
-Prompt = str | list[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt` or `prompt_token_ids`, as vLLM's has
 Sink = Callable[[RequestOutput], None]  # receives the outputs of a sequence
 
 logger = logging.getLogger(__name__)
@@ -138,7 +140,7 @@ class TextEngine:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[list[Completion]]:
-        """Generate n completions for each prompt (text or token ids), batched.
+        """Generate n completions for each prompt (text, token ids, or one of them in a mapping), batched.
 
         A completion that failed has an `error`; the others are complete. Raises RequestError for an invalid prompt,
         before any prompt is queued, and ServerError if the engine is closed meanwhile.
@@ -192,12 +194,16 @@ class TextEngine:
         request = EngineRequest(
             request_id="",
             client_id=name,
-            prompt_token_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            prompt_token_ids=self._token_ids(prompt),
             params=params,
             priority=priority,
             namespace=cache_salt,
         )
         return Add.of(*siblings(request, lambda: format(next(self._ids), "x"), params.seed)).requests()
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        given = _content(prompt)
+        return self.tokenizer.encode(given) if isinstance(given, str) else given
 
     def _queue(self, groups: list[list[EngineRequest]], sink: Callable[[EngineRequest], Sink]) -> None:
         """Queue the sequences of several prompts, all or none. `sink` returns the receiver for the outputs of each."""
@@ -359,14 +365,42 @@ def _pushed(sequence: SequenceText, output: TokenOutput) -> RequestOutput:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    token_ids = [int(each) for each in prompts if isinstance(each, int)]
-    if token_ids and len(token_ids) == len(prompts):
-        return [token_ids]
-    if token_ids:
+    if isinstance(prompts, np.ndarray | jax.Array):
+        prompts = np.asarray(prompts).tolist()
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        return [_content(prompts)]
+    are_ids = [_is_id(each) for each in prompts]
+    if not any(are_ids):
+        return [_content(each) for each in prompts]
+    if not all(are_ids):
         raise InvalidValueError("prompts are one text, one list of token ids, or a list of these", param="prompt")
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    return [_content(prompts)]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _content(prompt: Any) -> str | list[int]:
+    """Return the text or the token ids of a prompt. Raises InvalidValueError for anything else."""
+    if isinstance(prompt, Mapping):
+        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            message = (
+                f"a prompt that is a mapping has prompt or prompt_token_ids; this one has {sorted(map(str, prompt))}"
+            )
+            raise InvalidValueError(message, param="prompt")
+        name, value = next(iter(prompt.items()))
+        if isinstance(value, str) != (name == "prompt") or isinstance(value, Mapping):
+            raise InvalidValueError(f"prompt is a text, prompt_token_ids are token ids; {name} is neither", param=name)
+        return _content(value)
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, np.ndarray | jax.Array):
+        prompt = np.asarray(prompt).tolist()
+    if isinstance(prompt, bytes | bytearray) or not (isinstance(prompt, Sequence) and all(map(_is_id, prompt))):
+        message = f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+        raise InvalidValueError(message, param="prompt")
+    return [int(each) for each in prompt]
 
 
 def _params_for(batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Unpack, overload
 
+import msgspec
 import orjson
 from pydantic import BaseModel
 
@@ -49,27 +50,41 @@ class Engine(TextEngine):
     _end_chats: Callable[[], object] = staticmethod(lambda: None)  # no conversation has begun
 
     @overload
-    def chat(self, messages: Sequence[Any], *, stream: Literal[False] = False, **fields: Any) -> ChatCompletion: ...
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        **fields: Any,
+    ) -> ChatCompletion: ...
 
     @overload
     def chat(
-        self, messages: Sequence[Any], *, stream: Literal[True], **fields: Any
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        **fields: Any,
     ) -> Generator[ChatCompletionChunk, None, None]: ...
 
     def chat(
-        self, messages: Sequence[Any], *, stream: bool = False, **fields: Any
+        self, messages: Sequence[Any], params: SamplingParams | None = None, *, stream: bool = False, **fields: Any
     ) -> ChatCompletion | Generator[ChatCompletionChunk, None, None]:
         """Answer a conversation as POST /v1/chat/completions does; with `stream`, chunk by chunk.
 
-        messages: dicts, or messages of former answers. fields: those of the route (docs/routes.md), as max_tokens,
-        tools, tool_choice, response_format. Closing the stream aborts.
+        messages: dicts, or messages of former answers
+        params: the sampling, as for `generate`; None: the route's defaults
+        fields: those of the route (docs/routes.md), as max_tokens, tools, response_format. They go before `params`.
+        Closing the stream aborts.
         Raises RequestError, also for a field that the route does not know, and ConfigError at the first call if the
         chat template or the tokenizer is not the model's.
         """
         with self._turns.held():
             self._check_open()
             chats = self._chats
-        answer = chats.prepare({"messages": messages, "stream": stream} | fields)
+        answer = chats.prepare(_fields(params) | {"messages": messages, "stream": stream} | fields)
         return chats.chunks(answer) if stream else chats.whole(answer)
 
     @cached_property
@@ -204,6 +219,36 @@ class _Chats:
                 yield ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: "))
         finally:
             self.loop.settle(_end(events))
+
+
+# of SamplingParams, those that chat/completions has under another name or not at all -> what the route has
+_OF_THE_ROUTE = {
+    "grammar": "response_format",
+    "bad_words_token_ids": "bad_words",
+    "thinking": "thinking_token_budget",
+    "extras": "return_hidden_states, return_routed_experts, return_sampling_mask or logprob_token_ids",
+    "watermark_key": "watermark",
+    "visible_token_ids": "skip_special_tokens",
+    "embed": "Engine.generate",
+    "second_text": "Engine.generate",
+}
+
+
+def _fields(params: SamplingParams | None) -> dict[str, Any]:
+    """Return sampling parameters as fields of the route. Raises InvalidValueError for one that the route lacks."""
+    if params is None:
+        return {}
+    if not isinstance(params, SamplingParams):
+        raise InvalidValueError(f"params are SamplingParams, not {type(params).__name__}", param="params")
+    given, usual = msgspec.structs.asdict(params), msgspec.structs.asdict(SamplingParams())
+    for name, instead in _OF_THE_ROUTE.items():
+        if given.pop(name) != usual[name]:
+            raise InvalidValueError(f"params.{name}: in a conversation give {instead}", param=name)
+    given.pop("grouped")  # of batches only
+    if given["logprobs"] is not None:
+        given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
+    given["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    return {name: value for name, value in given.items() if value not in (None, ())}
 
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes | None:

@@ -204,6 +204,14 @@ class FakeLink:
         if params.embed:
             vector = vector_of(prompt).tobytes()
             return [TokenOutput(request_id=request.request_id, finish_reason=FinishReason.STOP, embedding=vector)]
+        if params.max_tokens == 0:
+            return [
+                TokenOutput(
+                    request_id=request.request_id,
+                    finish_reason=FinishReason.LENGTH,
+                    prompt_logprobs=self._prompt_logprobs(prompt, params),
+                )
+            ]
         done = len(request.resumed_token_ids)
         reply = self.script([*prompt, *request.resumed_token_ids], params)
         token_ids = self.tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else list(reply)

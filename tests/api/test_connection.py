@@ -51,6 +51,47 @@ def error_of(answer: bytes) -> tuple[int, Any]:
     return int(head.split()[1]), json.loads(body)["error"]
 
 
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": TEXT | {"max_tokens": 4},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 4, "store": False},
+    "/generate": {"text": "Hi", "sampling_params": {"max_new_tokens": 4}},
+    "/api/chat": {name: CHAT[name] for name in ("model", "messages")},
+    "/api/generate": TEXT,
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", STREAMS)
+def test_http_1_0_gets_no_chunks(server: LiveServer, path: str, stream: bool) -> None:
+    """The end of the connection ends an answer whose length is not known; one that fails begins with its length."""
+    reply_with(server, "one two three")
+    head, _, body = _over_1_0(server, path, STREAMS[path] | {"stream": stream}).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head and b"connection: close" in head
+    if not stream:
+        assert f"content-length: {len(body)}".encode() in head and json.loads(body)
+        return
+    assert b"content-length" not in head
+    if path.startswith("/api/"):
+        lines = [json.loads(line) for line in body.splitlines()]
+        assert lines[-1]["done"] and len(lines) > 1
+    else:
+        events = [event for event in body.split(b"\n\n") if event]
+        assert len(events) > 1 and all(event.startswith((b"data: ", b"event: ", b":")) for event in events)
+        assert path == "/v1/messages" or events[-1] == b"data: [DONE]"
+    refused = _over_1_0(server, path, {"stream": stream})
+    assert refused.startswith(b"HTTP/1.1 400") and b"content-length" in refused
+
+
+def _over_1_0(server: LiveServer, path: str, body: dict[str, Any]) -> bytes:
+    sent = request_of(body).replace(b"/v1/completions HTTP/1.1", f"{path} HTTP/1.0".encode(), 1)
+    with connect(server) as connection:
+        connection.sendall(sent)
+        return read_all(connection)
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"])
 def test_headers_that_do_not_come(strict: LiveServer, sent: bytes) -> None:
     started = time.monotonic()

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api.errors.responses import error_response
 from jaxserve.api.shared.state import ServerState
 from jaxserve.config import Config
+from jaxserve.errors import HTTPError, NotReadyError, QueueFullError
 
 from .conftest import LiveServer
 from .fakes import MAX_MODEL_LEN
@@ -116,7 +118,37 @@ def test_a_prompt_that_is_too_long_in_the_words_that_clients_read(
         message,
     )
     assert words is not None, message
-    assert MAX_MODEL_LEN - 1 <= int(words[2]) <= MAX_MODEL_LEN and int(words[1]) > int(words[2])
+    assert int(words[1]) > int(words[2]) == MAX_MODEL_LEN - (route != "/v1/embeddings")
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"model": "demo", "max_tokens": 0, "echo": True, "stream": True}),
+        ("/v1/completions", {"model": "demo", "max_tokens": 1}),
+        ("/generate", {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}),
+        ("/generate", {"sampling_params": {"max_new_tokens": 1}}),
+    ],
+)
+def test_the_longest_prompt_is_the_one_that_the_error_names(
+    server: LiveServer, route: str, body: dict[str, Any]
+) -> None:
+    """A prompt of which nothing is generated may fill the context."""
+    name = "prompt" if route == "/v1/completions" else "input_ids"
+    refused = server.post(route, body | {name: [5] * (MAX_MODEL_LEN + 1)}).json()["error"]["message"]
+    found = re.search(r"tokens > (\d+) maximum", refused)
+    assert found is not None
+    longest = int(found[1])
+    assert longest == MAX_MODEL_LEN - body.get("sampling_params", {}).get("max_new_tokens", body.get("max_tokens"))
+    answer = server.post(route, body | {name: [5] * longest})
+    assert answer.status_code == 200, answer.text
+    assert f"tokens > {longest} maximum" in server.post(route, body | {name: [5] * (longest + 1)}).text
+    if body.get("logprobs"):
+        choice, usage = answer.json()["choices"][0], answer.json()["usage"]
+        assert len(choice["logprobs"]["token_logprobs"]) == MAX_MODEL_LEN == usage["total_tokens"]
+    elif body.get("return_logprob"):
+        assert len(answer.json()["meta_info"]["input_token_logprobs"]) == MAX_MODEL_LEN
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/generate"])
@@ -160,6 +192,52 @@ def test_a_wrong_base_url_is_told_the_path_that_was_meant(
     check(response, 404, None, "not_found")
     message = response.json()["error"]["message"]
     assert f"Did you mean {meant}? The base URL of an OpenAI client ends with /v1" in message
+
+
+READ = ["/health", "/live", "/metrics", "/", "/version", "/v1/models", "/v1/models/demo", "/server_info", "/docs"]
+
+
+@pytest.mark.parametrize("path", [*READ, "/openapi.json", "/api/version", "/api/tags", "/api/ps"])
+def test_head_is_answered_as_get(server: LiveServer, path: str) -> None:
+    whole, head = server.http.get(path), server.http.head(path)
+    assert (head.status_code, head.content) == (whole.status_code, b"") == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert head.headers["content-length"] == str(len(whole.content)) or path in ("/metrics", "/server_info", "/health")
+
+
+def test_head_of_a_route_without_get(server: LiveServer) -> None:
+    answer = server.http.head("/v1/chat/completions")
+    assert answer.status_code == 405 and "POST" in answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/models/", None),
+        ("GET", "/v1/models/org/demo/", None),
+        ("POST", "/v1/chat/completions/", CHAT),
+        ("POST", "/v1/completions/", TEXT),
+        ("POST", "/v1/embeddings/", {"model": "demo", "input": "Hi"}),
+        ("POST", "/v1/messages/", CHAT | {"max_tokens": 4}),
+        ("POST", "/v1/responses/", {"input": "Hi", "store": False}),
+        ("POST", "/api/chat/", CHAT),
+        ("POST", "/generate/", {"text": "Hi"}),
+        ("GET", "/api/tags/?x=1", None),
+    ],
+)
+def test_a_slash_at_the_end_is_ignored(server: LiveServer, method: str, path: str, body: Any) -> None:
+    answer = server.http.request(method, path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 415, 429, 503])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/generate"])
+def test_only_what_may_succeed_later_is_sent_again(path: str, status: int) -> None:
+    """The SDKs of OpenAI and Anthropic read the header before their own rules."""
+    kind: type[HTTPError] = type("Failure", (HTTPError,), {"status": status})
+    error = QueueFullError("full") if status == 429 else NotReadyError("loads") if status == 503 else kind("no")
+    headers = error_response(error, {"path": path}).headers
+    assert ("x-should-retry" in headers, "retry-after" in headers) == (status < 429, status >= 429)
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/completion", "/chat/completions" + "/x" * 20, "/" + "/" * 40])

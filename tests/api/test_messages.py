@@ -9,7 +9,6 @@ import httpx2
 import pytest
 from pydantic import SecretStr
 
-from jaxserve.api.http import sse
 from jaxserve.config import Config
 from jaxserve.errors import QueueFullError
 
@@ -195,22 +194,6 @@ def test_the_events_of_a_stream(server: LiveServer) -> None:
     assert names[:2] == ["message_start", "content_block_start"]
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert data[0]["message"]["role"] == "assistant" and data[0]["message"]["usage"]["output_tokens"] == 0
-
-
-def test_a_slow_answer_begins_at_once_and_is_pinged(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
-    monkeypatch.setattr("jaxserve.api.respond.admission.START_SECONDS", 0.05)
-    reply_with(server, "Hi")
-    server.call(server.link.hold.clear)
-    body = {"model": "demo", "messages": USER, "max_tokens": 9, "stream": True}
-    names = []
-    with server.http.stream("POST", "/v1/messages", json=body) as response:
-        for line in response.iter_lines():
-            if line.startswith("event: "):
-                names.append(line.removeprefix("event: "))
-            if len(names) == 3:
-                server.call(server.link.hold.set)  # the first token comes after two pings
-    assert names[:3] == ["message_start", "ping", "ping"] and names[-1] == "message_stop"
 
 
 def error_of(response: httpx2.Response) -> tuple[int, str, str]:

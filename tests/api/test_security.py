@@ -87,10 +87,33 @@ def test_every_route_asks_for_the_key(guarded: LiveServer) -> None:
         assert guarded.http.get(path, headers={"x-api-key": f"{KEY}x"}).status_code == 401
 
 
+def test_a_missing_a_wrong_and_another_key_are_told_apart(guarded: LiveServer) -> None:
+    """No client sends such a request again; a key that opens other routes is told that this one needs the admin key."""
+    for path, kind in (("/v1/models", "API key"), ("/flush_cache", "admin key")):
+        method = "POST" if path == "/flush_cache" else "GET"
+        texts = []
+        for headers in ({}, bearer("wrong"), {"x-api-key": "wrong"}, bearer("")):
+            answer = guarded.http.request(method, path, headers=headers)
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (401, "false")
+            assert kind in answer.text
+            texts.append(answer.json()["error"]["message"])
+        missing, wrong, also_wrong, empty = texts
+        assert missing == empty and "has no API key" in missing
+        assert wrong == also_wrong and "is wrong" in wrong
+    for path, method in ADMIN_ROUTES.items():
+        answer = guarded.http.request(method, path, headers=bearer(KEY))
+        assert answer.status_code == 403 and "server.admin_api_key" in answer.json()["error"]["message"], path
+        assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_slash_at_the_end_opens_no_other_route(guarded: LiveServer) -> None:
+    assert raw(guarded, "/health/") == 200 == raw(guarded, "/live/")
+    assert raw(guarded, "/flush_cache/") in (401, 403) and raw(guarded, "/health//") == 401
+
+
 TARGETS = ["//v1/models", "/v1/../v1/models", "/health/../v1/models", "/%2e/v1/models", "/v1/models?x=/health"]
 TARGETS += [
     "/v1/models/",
-    "/health/",
     "/HEALTH",
     "/health%00",
     "/health;/v1/models",
@@ -119,7 +142,7 @@ def test_admin_routes_need_the_admin_key(guarded: LiveServer) -> None:
         body = {"abort_all": True} if method == "POST" else None
         for key in [KEY, *WRONG]:
             answer = guarded.http.request(method, path, json=body, headers=bearer(key))
-            assert answer.status_code == 401, (path, key)
+            assert answer.status_code == (403 if key == KEY else 401), (path, key)
         assert guarded.http.request(method, path, json=body, headers=bearer(ADMIN)).status_code == (
             400 if path in NEED_MORE else 200
         )

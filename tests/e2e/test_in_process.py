@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -317,3 +318,86 @@ def test_an_example_of_the_readme_prints_what_it_says(
 
 def test_every_example_of_the_readme_is_run() -> None:
     assert len(examples()) == 3
+
+
+def test_prompts_in_the_forms_of_other_engines(engine: Engine) -> None:
+    """A mapping names a text or token ids, an array is token ids, and what is neither is an error, not a text."""
+    ids = engine.tokenizer.encode("Once upon a time")
+    params = SamplingParams(max_tokens=3, temperature=0)
+    [[expected]] = engine.generate([ids], params)
+    forms: list[Any] = [
+        ids,
+        tuple(ids),
+        np.array(ids),
+        {"prompt_token_ids": ids},
+        {"prompt_token_ids": np.array(ids)},
+        {"prompt": "Once upon a time"},
+        [{"prompt_token_ids": ids}],
+        [np.array(ids)],
+        np.array([ids]),
+    ]
+    for form in forms:
+        [[found]] = engine.generate(form, params)
+        assert (found.token_ids, found.num_prompt_tokens) == (expected.token_ids, len(ids)), form
+    engine.add_request({"prompt_token_ids": ids}, params, request_id="form")
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [output for output in engine.step() if output.request_id == "form"]
+    assert [token for output in outputs for token in output.token_ids] == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        b"text",
+        bytearray(b"text"),
+        [b"text"],
+        {"prompt_token_ids": "text"},
+        {"prompt": [1, 2]},
+        {"prompt": b"text"},
+        {"prompt": {"prompt": "text"}},
+        {"prompt_token_ids": [1], "multi_modal_data": {}},
+        {"prompt_embeds": [[0.5]]},
+        {},
+        7,
+        None,
+        [True, False],
+        [1.5],
+        [1, "text"],
+        [[1, "text"]],
+        {1, 2},
+    ],
+)
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(engine: Engine, prompt: Any) -> None:
+    with pytest.raises(InvalidValueError, match="prompt"):
+        engine.generate(prompt)
+
+
+def test_a_conversation_takes_sampling_params(engine: Engine) -> None:
+    """As vLLM's chat does: the same answer as with the fields, which go before them."""
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=2, stop=("zebra",), logit_bias={5: -1.0})
+    found = engine.chat(FRANCE, params)
+    fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    expected = engine.chat(FRANCE, **fields, stop=["zebra"], logit_bias={"5": -1.0})
+    assert plain(found) == near(plain(expected))
+    assert engine.chat(FRANCE, params, max_tokens=2).usage.completion_tokens == 2
+    assert sum(bool(chunk.choices) for chunk in engine.chat(FRANCE, params, stream=True)) > 1
+    with pytest.raises(InvalidValueError, match=r"params\.bad_words_token_ids.*bad_words"):
+        engine.chat(FRANCE, SamplingParams(bad_words_token_ids=((5,),)))
+    with pytest.raises(InvalidValueError, match="params are SamplingParams"):
+        engine.chat(FRANCE, {"max_tokens": 2})  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_fills_the_context_is_scored(engine: Engine, client: openai.OpenAI) -> None:
+    """Nothing is generated after it, so that every token of the context may be the prompt's."""
+    context = engine.info.max_model_len
+    prompt = [5 + number % 50 for number in range(context)]
+    scored = client.completions.create(model="demo", prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+    logprobs = scored.choices[0].logprobs
+    assert logprobs is not None and logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == context and None not in logprobs.token_logprobs[1:]
+    shorter = client.completions.create(model="demo", prompt=prompt[:-1], max_tokens=0, echo=True, logprobs=1)
+    assert shorter.choices[0].logprobs is not None
+    assert logprobs.token_logprobs[1:-1] == near(shorter.choices[0].logprobs.token_logprobs[1:])
+    with pytest.raises(openai.BadRequestError, match=f"> {context - 1} maximum"):
+        client.completions.create(model="demo", prompt=prompt, max_tokens=1)

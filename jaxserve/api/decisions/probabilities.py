@@ -50,20 +50,20 @@ class Decider:
         letters = option_letters(self.state.engine.tokenizer, max(len(each.options) for each in task.questions))
         head, tail = await self._around(task.text)
         encoder = self.state.encoder
-        limit = self.state.engine.info.max_model_len
+        info = self.state.engine.info
+        limit = info.max_model_len - 1  # a token is sampled
         prefix = await encoder.encode(head, add_special_tokens=False, limit=limit, param="input")
-        check_length(prefix, self.state.engine.info, "input")
+        check_length(prefix, limit, info, "input")
         prompts, owners = [], []
         for number, question in enumerate(task.questions):
             param = f"questions.{number}"
             text = self.state.engine.tokenizer.shield(_asked(question, list(letters))) + tail
             ids = [*prefix, *await encoder.encode(text, add_special_tokens=False, limit=limit, param=param)]
-            check_length(ids, self.state.engine.info, param)
+            check_length(ids, limit, info, param)
             watched = list(letters.values())[: len(question.options)]
             for first in range(0, len(watched), MAX_LOGPROB_IDS):
                 prompts.append(PromptTask(ids, watching(watched[first : first + MAX_LOGPROB_IDS])))
                 owners.append(number)
-        info = self.state.engine.info
         generation = Generation(self.state, self.options, prompts, self.caller, at_once=half_of_rows(info))
         found: list[list[float]] = [[] for _ in task.questions]
         for number, values in zip(owners, await first_logprobs(generation), strict=True):

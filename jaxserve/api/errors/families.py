@@ -113,12 +113,13 @@ def _ollama_body(error: HTTPError, request_id: str) -> dict[str, Any]:
     return {"error": _naming(error)}
 
 
-OPENAI = ApiFamily(lambda error: error.status, _openai_body, done=b"data: [DONE]\n\n")
+_COMMENT = b": ping\n\n"  # which every reader of server-sent events skips
+OPENAI = ApiFamily(lambda error: error.status, _openai_body, done=b"data: [DONE]\n\n", ping=_COMMENT)
 ANTHROPIC = ApiFamily(
     _anthropic_status, _anthropic_body, error_name="error", ping=b'event: ping\ndata: {"type":"ping"}\n\n'
 )
 RESPONSES = ApiFamily(
-    *(_responses_status, _responses_body, "error"), done=OPENAI.done, ping=b": ping\n\n", event_body=_responses_event
+    *(_responses_status, _responses_body, "error"), done=OPENAI.done, ping=_COMMENT, event_body=_responses_event
 )
 OLLAMA = ApiFamily(lambda error: error.status, _ollama_body, content_type=NDJSON)
 

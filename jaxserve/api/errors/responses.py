@@ -33,12 +33,21 @@ class ClientDisconnected(Exception):
     """The client disconnected before the response was complete. Nothing more is sent; the log shows status 499."""
 
 
+_FAILS_AGAIN = frozenset({400, 401, 403, 404, 405, 413, 415})
+
+
 def error_response(error: HTTPError, scope: Scope) -> Response:
-    """Build the response of an error in the form of the path's API. `Retry-After` is in whole seconds, rounded up."""
+    """Build the response of an error in the form of the path's API.
+
+    `Retry-After` is in whole seconds, rounded up. `x-should-retry: false` tells the SDKs of OpenAI and Anthropic, and
+    so the agents on them, that the same request would fail again.
+    """
+    family, request_id = family_of(scope["path"]), scope.get("state", {}).get("request_id", "")
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, -int(-error.retry_after // 1)))
-    family, request_id = family_of(scope["path"]), scope.get("state", {}).get("request_id", "")
+    elif family.status(error) in _FAILS_AGAIN:
+        headers["x-should-retry"] = "false"
     body = family.error_body(error, request_id)
     return Response(body, family.status(error), headers, media_type="application/json")
 

@@ -10,7 +10,7 @@ import msgspec
 from jaxserve.api.generate.generation import Generation, PromptTask, Usage
 from jaxserve.api.generate.grammars import chat_grammar, checked
 from jaxserve.api.generate.modes import with_beam_search, with_repetition_rule, with_session
-from jaxserve.api.generate.prompts import check_length, session_context, text_tokens
+from jaxserve.api.generate.prompts import check_length, longest_prompt, text_tokens
 from jaxserve.api.generate.rendering import RenderedChat, rendered_chat
 from jaxserve.api.generate.turn import RawInputParser, Turn
 from jaxserve.api.shared.keys import Caller
@@ -80,15 +80,22 @@ class Planner:
         return ChatPlan(generation, rendered.text, self._turns(prompt, rendered, generation.usage, is_answer))
 
     def _context(self, prompt: Continuation, token_ids: list[int], param: str) -> list[int]:
-        token_ids = session_context(token_ids, prompt.mode.session, self.state, self.caller)
-        check_length(token_ids, self.state.engine.info, param)
+        info, longest = self.state.engine.info, longest_prompt(prompt, self.state.engine.info)
+        if prompt.mode.session is not None:
+            token_ids = self.state.sessions.context(
+                prompt.mode.session, token_ids, self.state.engine.tokenizer, self.caller.owner
+            )
+            check_length(token_ids, longest, info, "session_params")
+        check_length(token_ids, longest, info, param)
         return token_ids
 
     def _params(self, prompt: Continuation, token_ids: list[int], grammar: GrammarSpec | None) -> SamplingParams:
-        """Limit the output to the rest of the context. The engine samples at least one token; for 0 it is dropped."""
+        """Limit the output to the rest of the context. If no token is asked for, one is sampled and dropped, unless the
+        prompt fills the context.
+        """
         info, params = self.state.engine.info, prompt.sampling
         room = info.max_model_len - len(token_ids)
-        limit = room if params.max_tokens is None else max(1, min(params.max_tokens, room))
+        limit = room if params.max_tokens is None else min(max(1, params.max_tokens), room)
         min_tokens = min(params.min_tokens, limit)
         params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=min_tokens, grammar=grammar)
         check_sizes(params, prompt.experts_from, len(token_ids), info)

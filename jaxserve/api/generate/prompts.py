@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.api.generate.infill import infill_prompt
-from jaxserve.api.protocol.common import SessionParams
-from jaxserve.api.shared.keys import Caller
 from jaxserve.api.shared.state import ServerState
-from jaxserve.api.tasks.task import Side, TextPrompt, Truncation
+from jaxserve.api.tasks.task import Continuation, Side, TextPrompt, Truncation
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.types.messages import EngineInfo
 
@@ -27,7 +25,7 @@ def truncate(token_ids: list[int], how: Truncation, max_tokens: int | None, limi
     if how.keep == 0:
         message = "truncate_prompt_tokens is 0: no token of the prompt would be left."
         raise InvalidValueError(message, param="truncate_prompt_tokens")
-    count = how.keep if how.keep >= 0 else max(1, limit - (max_tokens or 1))
+    count = how.keep if how.keep >= 0 else max(1, limit - (1 if max_tokens is None else max_tokens))
     if len(token_ids) <= count:
         return token_ids
     return token_ids[:count] if how.side == "right" else token_ids[len(token_ids) - count :]
@@ -78,7 +76,7 @@ async def whole_text(prompt: str | list[int], how: TextCut, state: ServerState, 
     if not token_ids:
         raise InvalidValueError(f"{param} has no tokens.", param=param)
     if len(token_ids) > info.max_model_len:
-        raise ContextLengthError.too_long(len(token_ids), info.max_model_len, param=param)
+        raise ContextLengthError.too_long(len(token_ids), info.max_model_len, context=info.max_model_len, param=param)
     return token_ids
 
 
@@ -87,7 +85,7 @@ async def text_tokens(prompt: TextPrompt, state: ServerState) -> list[int]:
     info, content = state.engine.info, prompt.content
     if isinstance(content, list):
         check_ids(content, info, prompt.param)
-    limit = info.max_model_len if prompt.truncation.keep is None else None
+    limit = longest_prompt(prompt, info) if prompt.truncation.keep is None else None
     if prompt.suffix:
         token_ids = await infill_prompt(state.encoder, state.engine.tokenizer, content, prompt.suffix, limit)
     elif isinstance(content, str):
@@ -98,20 +96,14 @@ async def text_tokens(prompt: TextPrompt, state: ServerState) -> list[int]:
     return truncate(token_ids, prompt.truncation, prompt.sampling.max_tokens, info.max_model_len)
 
 
-def session_context(
-    token_ids: list[int], session: SessionParams | None, state: ServerState, caller: Caller
-) -> list[int]:
-    """Return the whole prompt of a request, including its session's tokens if any. Raises a RequestError."""
-    if session is None:
-        return token_ids
-    context = state.sessions.context(session, token_ids, state.engine.tokenizer, caller.owner)
-    check_length(context, state.engine.info, "session_params")
-    return context
+def longest_prompt(prompt: Continuation, info: EngineInfo) -> int:
+    """Return how many tokens a prompt may have: the context, less one token to generate unless none is asked for."""
+    return info.max_model_len - (prompt.sampling.max_tokens != 0)
 
 
-def check_length(token_ids: list[int], info: EngineInfo, param: str) -> None:
-    """Raises InvalidValueError for an empty prompt, ContextLengthError if no room is left for one output token."""
+def check_length(token_ids: list[int], maximum: int, info: EngineInfo, param: str) -> None:
+    """Raises InvalidValueError for an empty prompt, ContextLengthError for one with more than `maximum` tokens."""
     if not token_ids:
         raise InvalidValueError(f"{param} has no tokens.", param=param)
-    if len(token_ids) >= info.max_model_len:
-        raise ContextLengthError.too_long(len(token_ids), info.max_model_len, param=param)
+    if len(token_ids) > maximum:
+        raise ContextLengthError.too_long(len(token_ids), maximum, context=info.max_model_len, param=param)

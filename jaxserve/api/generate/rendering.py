@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.generate.prompts import check_ids, check_length, truncate
+from jaxserve.api.generate.prompts import check_ids, check_length, longest_prompt, truncate
 from jaxserve.api.shared.encoding import INLINE_CHARS
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
@@ -56,17 +56,18 @@ async def render(messages: ChatMessages, state: ServerState, changed: Mapping[st
 async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
     """Render and tokenize. Raises a RequestError, also for a prompt that leaves no room for output."""
     info, tokenizer = state.engine.info, state.engine.tokenizer
+    longest = longest_prompt(prompt, info)
     if prompt.token_ids is not None:
         check_ids(prompt.token_ids, info, "input_ids")
         ids, text = prompt.token_ids, tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     else:
         shielded = await render(prompt.messages, state)
-        limit = info.max_model_len if prompt.truncation.keep is None else None
+        limit = longest if prompt.truncation.keep is None else None
         special = prompt.add_special_tokens
         ids = await state.encoder.encode(shielded, add_special_tokens=special, limit=limit, param="messages")
         text = shielded.replace(SHIELD, "")
     ids = truncate(ids, prompt.truncation, prompt.sampling.max_tokens, info.max_model_len)
-    check_length(ids, info, "messages" if prompt.token_ids is None else "input_ids")
+    check_length(ids, longest, info, "messages" if prompt.token_ids is None else "input_ids")
     return RenderedChat(ids, text)
 
 

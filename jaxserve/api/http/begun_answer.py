@@ -35,7 +35,7 @@ class BegunAnswer:
 
         Nothing is sent in the middle of an event or of a whole body: the caller closes the connection then.
         """
-        if not self._stream_end or not self._last.endswith(self._stream_end):
+        if not self._stream_end or (self._last and not self._last.endswith(self._stream_end)):
             return False
         family = family_of(self._scope["path"])
         event = family.error_event(error, self._scope["state"].get("request_id", ""))

@@ -6,10 +6,11 @@ This layer knows only bytes and timers. Limits on bodies are in middleware.py, w
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import orjson
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGISendCallable, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from jaxserve.api.http.request_parser import RequestParser
@@ -69,6 +70,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.send = _delimited_by_close(cycle)  # type: ignore[method-assign]
         cycle.scope.setdefault("state", {})["send_body"] = cycle.send  # see sse.EventStream
         super()._start_asgi_task(cycle, app)
 
@@ -189,3 +192,23 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+
+
+def _delimited_by_close(cycle: RequestResponseCycle) -> ASGISendCallable:
+    """Return a `send` for HTTP/1.0, which has no chunks (RFC 9112, 6.1): the close ends a body of unknown length.
+
+    uvicorn closes the connection after every answer to such a client.
+    """
+    write, has_length = cycle.send, True
+
+    async def send(message: ASGISendEvent) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif message["type"] == "http.response.body" and not has_length:
+            more = message.get("more_body", False)  # pieces may be sent by two tasks, the last one by itself
+            cycle.expected_content_length = sys.maxsize if more else len(message.get("body", b""))
+        await write(message)
+
+    return send

@@ -65,7 +65,10 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Outermost layer: give each request an id, count it, log it, and answer 500 for an uncaught exception."""
+    """Outermost layer: give each request an id, count it, log it, and answer 500 for an uncaught exception.
+
+    A slash at the end of a path is ignored, and HEAD is answered as GET: the connection leaves out the body.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing, log_requests: bool = False) -> None:
         self.app = app
@@ -101,7 +104,7 @@ class RequestContext:
         try:
             with self.tracing.request(scope["method"], scope["path"], request_id, Headers(scope=scope)) as span:
                 try:
-                    await self.app(scope, receive, tagged)
+                    await self.app(_routed(scope), receive, tagged)
                 except ClientDisconnected:
                     status = status or 499
                 except Elsewhere:
@@ -119,6 +122,15 @@ class RequestContext:
             if self.log_requests and counts:
                 seconds = time.perf_counter() - started
                 logger.info("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, request_id)
+
+
+def _routed(scope: Scope) -> Scope:
+    """Return the scope by which a route is chosen."""
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    if scope["path"] == "/" or not scope["path"].endswith("/"):
+        return scope if method == scope["method"] else {**scope, "method": method}
+    raw_path = scope.get("raw_path", b"").removesuffix(b"/")
+    return {**scope, "method": method, "path": scope["path"][:-1], "raw_path": raw_path}
 
 
 def _request_id(scope: Scope) -> str:
@@ -161,9 +173,18 @@ class Authentication:
             allowed = caller is not None and caller.admin
         else:
             raise PermissionDeniedError("Admin routes are off: server.admin_api_key is not set.")
-        if caller is None or not allowed:
-            raise AuthenticationError("Send the server's API key as `Authorization: Bearer KEY` or `x-api-key: KEY`.")
+        if caller is None:
+            raise _unknown_key("admin key" if is_admin else "API key", given=keys.is_given(scope))
+        if not allowed:
+            raise PermissionDeniedError(f"{path} needs the admin key, server.admin_api_key; this key is not it.")
         return caller
+
+
+def _unknown_key(kind: str, *, given: bool) -> AuthenticationError:
+    if given:
+        return AuthenticationError(f"The key that was sent is wrong: this server has another {kind}.")
+    how = f"Send the server's {kind} as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+    return AuthenticationError(f"The request has no API key. {how}")
 
 
 class ReadinessGate:

@@ -17,12 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.api.errors.families import OPENAI, ApiFamily
 from jaxserve.api.errors.responses import ClientDisconnected, as_http_error
-from jaxserve.api.shared.unread import ClientPace, UnreadStreams
+from jaxserve.api.shared.state import ServerState
+from jaxserve.api.shared.unread import ClientPace
 from jaxserve.errors import HTTPError
 
 T = TypeVar("T")
 
-PING_SECONDS = 10.0  # without an event; Claude Code sends a request again after 300 s of silence
+START_SECONDS = 1.0  # a stream begins after this time, with or without an event: proxies give up on silent servers
 
 HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -66,14 +67,14 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Stream `events` (each one whole event) and end them as the API family does.
 
-    The status line waits for the first event, so an error before it is an ordinary HTTP error. A later error is sent
-    as an event. `events` is always closed, which aborts the request behind it.
+    The status line waits START_SECONDS for the first event, so an error within them is an ordinary HTTP error. A later
+    error is sent as an event. While there are no events, the family's ping is sent every `server.ping_interval`
+    seconds. `events` is always closed, which aborts the request behind it.
 
     The headers pass through all middleware. The events skip the layers that only look at headers, each of which costs
     0.2 us per event.
 
-    held_bytes: returns the bytes of outputs that wait to be sent
-    unread: ends the stream if that is too much
+    held_bytes: returns the bytes of outputs that wait to be sent; if they are too many, `state.unread` ends the stream
     release: exited at the end of the stream, however it ends
     """
 
@@ -81,13 +82,14 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         held_bytes: Callable[[], int],
-        unread: UnreadStreams,
+        state: ServerState,
         family: ApiFamily = OPENAI,
         release: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._events = events
         self._release = release or nullcontext()
-        self._unread = unread
+        self._unread = state.unread
+        self._ping_interval = state.config.server.ping_interval
         self._family = family
         self._pace = ClientPace()
         self._task: asyncio.Task[None] | None = None
@@ -123,14 +125,24 @@ class EventStream(Response):
                 await self._events.aclose()
 
     async def _stream(self, send: Send, send_body: Send) -> None:
+        first = asyncio.ensure_future(anext(self._events, b""))
+        try:
+            await asyncio.wait({first}, timeout=START_SECONDS)
+            if first.done():
+                await first
+            await self._send_events(first, send, send_body)
+        finally:
+            await _cancelled(first)
+
+    async def _send_events(self, first: asyncio.Future[bytes], send: Send, send_body: Send) -> None:
         task = self._task = asyncio.current_task()
-        first = await anext(self._events, b"")
         pings = None
         try:
             headers = [(b"content-type", self._family.content_type), *HEADERS]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send_body({"type": "http.response.body", "body": first, "more_body": True})
-            pings = asyncio.create_task(self._ping(send_body)) if self._family.ping else None
+            if self._family.ping and self._ping_interval is not None:
+                pings = asyncio.create_task(self._ping(self._ping_interval, send_body))
+            await send_body({"type": "http.response.body", "body": await first, "more_body": True})
             async for data in self._events:
                 self._is_idle = False
                 await send_body({"type": "http.response.body", "body": data, "more_body": True})
@@ -138,6 +150,7 @@ class EventStream(Response):
             if self._end is None or task is None:
                 raise
             task.uncancel()
+            await _cancelled(first)
             await self._events.aclose()
             await self._send_error(self._end, send_body)
         except Exception as error:
@@ -147,14 +160,20 @@ class EventStream(Response):
                 pings.cancel()
         await send_body({"type": "http.response.body", "body": self._family.done, "more_body": False})
 
-    async def _ping(self, send_body: Send) -> None:
-        """Send a ping after each PING_SECONDS without an event."""
+    async def _ping(self, interval: float, send_body: Send) -> None:
+        """Send a ping after each `interval` seconds without an event."""
         while True:
             self._is_idle = True
-            await asyncio.sleep(PING_SECONDS)
+            await asyncio.sleep(interval)
             if self._is_idle:
                 await send_body({"type": "http.response.body", "body": self._family.ping, "more_body": True})
 
     async def _send_error(self, error: HTTPError, send_body: Send) -> None:
         data = self._family.error_event(error, self._request_id)
         await send_body({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _cancelled(future: asyncio.Future[bytes]) -> None:
+    """Cancel a future, and return when it has ended."""
+    future.cancel()
+    await asyncio.gather(future, return_exceptions=True)

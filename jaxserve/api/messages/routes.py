@@ -41,7 +41,7 @@ async def create_message(request: Request) -> Response:
         whole = await whole_conversation(body, history, state)
         answer = await answer_messages(whole, state, caller, None if turn is None else turn.keep)
         if body.stream:
-            return EventStream(answer.events(), answer.held_bytes, state.unread, ANTHROPIC, stack.pop_all())
+            return EventStream(answer.events(), answer.held_bytes, state, ANTHROPIC, stack.pop_all())
         return json_response(await until_disconnect(request, answer.whole()))
 
 

@@ -117,7 +117,7 @@ def _planner(request: Request, state: ServerState) -> Planner:
 
 async def _sent(request: Request, answer: OllamaAnswer, *, stream: bool) -> Response:
     if stream:
-        return EventStream(answer.events(), answer.held_bytes, server_state(request).unread, OLLAMA)
+        return EventStream(answer.events(), answer.held_bytes, server_state(request), OLLAMA)
     return json_response(await until_disconnect(request, answer.whole()))
 
 
@@ -131,14 +131,12 @@ def _plain(name: str) -> str:
 
 
 @router.get("/api/version", **_SHOWS)
-@router.head("/api/version", include_in_schema=False)
 async def version() -> Response:
     """Show the version of Ollama whose API this is."""
     return json_response({"version": API_VERSION})
 
 
 @router.get("/api/tags", **_SHOWS)
-@router.head("/api/tags", include_in_schema=False)
 async def tags(request: Request) -> Response:
     """List the names under which the model is served."""
     return json_response({"models": _models(server_state(request))})

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from jaxserve.api.generate.generation import Outputs
+from jaxserve.api.http.sse import START_SECONDS
 from jaxserve.text.output.sequence_text import RequestOutput
-
-START_SECONDS = 1.0  # a stream begins after this time, with or without a token, so that the client sees life
 
 FirstOutput = asyncio.Future[RequestOutput | None]
 

@@ -101,8 +101,8 @@ class NativeChoice:
         token's.
         """
         found: list[Any] = [vector.tolist() for vector in self.hidden]
-        if self.options.hidden == "all" and found:
-            found[0] = matrix(self.prompt_hidden, len(self.prompt.prompt_token_ids)).tolist()
+        if self.options.hidden == "all" and (found or self.prompt_hidden):
+            found[:1] = [matrix(self.prompt_hidden, len(self.prompt.prompt_token_ids)).tolist()]
         return found
 
     def _finish(self, output: RequestOutput) -> dict[str, Any] | None:

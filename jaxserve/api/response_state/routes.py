@@ -53,7 +53,7 @@ async def create_response(request: Request) -> Response:
             response = await _queue(body, answer, keeper.new, stored)
             stack.pop_all()  # the runner releases it
         elif body.stream:
-            return EventStream(answer.stream(), answer.held_bytes, state.unread, RESPONSES, stack.pop_all())
+            return EventStream(answer.stream(), answer.held_bytes, state, RESPONSES, stack.pop_all())
         else:
             return json_response(await until_disconnect(request, answer.whole()))
     return followed(request, stored, opened.name.id, -1) if body.stream else json_response(response)

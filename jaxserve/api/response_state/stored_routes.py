@@ -90,7 +90,7 @@ def followed(request: Request, stored: StoredResponses, response_id: str, after:
             async for body in found:
                 yield named_event(event_type(body).type, body)
 
-    return EventStream(events(), lambda: 0, server_state(request).unread, RESPONSES)
+    return EventStream(events(), lambda: 0, server_state(request), RESPONSES)
 
 
 @router.delete("/v1/responses/{response_id}", **documented(ObjectDeleted))

@@ -31,7 +31,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatCompletionRequest)
     answer = await answer_chat(body, state, caller_of(request))
     if body.stream:
-        return EventStream(answer.events(), answer.held_bytes, state.unread)
+        return EventStream(answer.events(), answer.held_bytes, state)
     return await json_answer(await until_disconnect(request, answer.whole()))
 
 

@@ -35,7 +35,7 @@ async def create_completion(request: Request) -> Response:
     choices = CompletionChoices(generation, task.options, _prompt_texts(task, generation.prompts, state), state)
     answer = CompletionAnswer(generation, task.options, model, choices)
     if body.stream:
-        return EventStream(answer.events(), answer.held_bytes, state.unread)
+        return EventStream(answer.events(), answer.held_bytes, state)
     return await json_answer(await until_disconnect(request, answer.whole()))
 
 

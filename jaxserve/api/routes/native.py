@@ -35,7 +35,7 @@ async def generate(request: Request) -> Response:
     _check_starts(generation, task.options)
     answer = NativeAnswer(generation, task.options, state.token_texts, single=task.single)
     if body.stream:
-        return EventStream(answer.events(), answer.held_bytes, state.unread)
+        return EventStream(answer.events(), answer.held_bytes, state)
     return await json_answer(await until_disconnect(request, answer.whole()))
 
 

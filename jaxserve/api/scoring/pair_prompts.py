@@ -60,9 +60,13 @@ class PairPrompt:
             document = await cut_text(document, self.limit - len(ids), state)
             ids = await self._encode(document, state, params[1])
             if not document and len(ids) > self.limit:
-                raise ContextLengthError.too_long(len(ids), self.limit, param=params[0])
+                raise ContextLengthError.too_long(
+                    len(ids), self.limit, context=state.engine.info.max_model_len, param=params[0]
+                )
         if len(ids) > self.limit:
-            raise ContextLengthError.too_long(len(ids), self.limit, param=params[1])
+            raise ContextLengthError.too_long(
+                len(ids), self.limit, context=state.engine.info.max_model_len, param=params[1]
+            )
         return ids
 
     async def _encode(self, document: str, state: ServerState, param: str) -> list[int]:

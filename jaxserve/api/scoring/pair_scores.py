@@ -67,9 +67,11 @@ class PairScorer:
             query, document = queries[task.query_of(number)], await self._encoding(text, task.params[1])
             room = limit - encoder.num_added - len(query)
             if room < (task.keep is not None):
-                raise ContextLengthError.too_long(limit - room, limit, param=task.params[0])
+                raise ContextLengthError.too_long(limit - room, limit, context=info.max_model_len, param=task.params[0])
             if len(document) > room and task.keep is None:
-                raise ContextLengthError.too_long(limit - room + len(document), limit, param=task.params[1])
+                raise ContextLengthError.too_long(
+                    limit - room + len(document), limit, context=info.max_model_len, param=task.params[1]
+                )
             token_ids, second = encoder.joined(query, document, room)
             prompts.append(PromptTask(token_ids, SamplingParams(embed=True, max_tokens=0, second_text=second)))
         generation = self._generation(prompts)

@@ -50,6 +50,7 @@ class TextEncoder:
         self.max_whole_chars = max(MIN_WHOLE_CHARS, WHOLE_CHARS_A_TOKEN * context)
         self._tokenizer = tokenizer
         self._work = work
+        self._context = context
 
     async def encode(
         self,
@@ -62,7 +63,7 @@ class TextEncoder:
     ) -> list[int]:
         """Tokenize one text. Yields to the event loop first, because one request may hold 2,000 texts.
 
-        limit: the greatest useful number of tokens. A result may be longer. None: encode the whole text.
+        limit: number of tokens of the longest text that is accepted. A result may be longer. None: encode it whole.
         Raises ContextLengthError if the text is found to exceed `limit` before it is fully encoded.
         Raises InvalidValueError if `limit` is None and the text has more than `max_whole_chars` characters.
         """
@@ -94,7 +95,7 @@ class TextEncoder:
         if limit is not None and len(text) > CHARS_A_TOKEN * limit:
             count = self._count_to(text, plain, limit)
             if count > limit:
-                raise ContextLengthError.too_long(count, limit, param=param)
+                raise ContextLengthError.too_long(count, limit, context=self._context, param=param)
         return work()
 
     def _count_to(self, text: str, plain: bool, limit: int) -> int:

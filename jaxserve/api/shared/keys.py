@@ -59,15 +59,15 @@ class KeyRing:
         self.has_admin = bool(admin)
 
     def find(self, scope: Scope) -> Caller | None:
-        """Return the owner of the request's key, a bearer token or `x-api-key`. Runs in constant time over all keys."""
-        headers = Headers(scope=scope)
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [bearer] if scheme.lower() == "bearer" else []
-        given += headers.getlist("x-api-key")[:1]
+        """Return the owner of the request's key. Runs in constant time over all keys."""
         found = None
-        for key in given:
+        for key in _given(scope):
             found = self._owner(key) or found
         return found
+
+    def is_given(self, scope: Scope) -> bool:
+        """Return whether the request has a key, of this server or not."""
+        return any(key.strip() for key in _given(scope))
 
     def _owner(self, key: str) -> Caller | None:
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
@@ -76,6 +76,13 @@ class KeyRing:
             if hmac.compare_digest(given, digest):
                 found = caller
         return found
+
+
+def _given(scope: Scope) -> list[str]:
+    """Return the keys of a request: a bearer token and `x-api-key`."""
+    headers = Headers(scope=scope)
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return [*([bearer] if scheme.lower() == "bearer" else []), *headers.getlist("x-api-key")[:1]]
 
 
 def _of_secret(key: SecretStr | None, caller: Caller) -> list[tuple[bytes, Caller]]:

@@ -78,10 +78,11 @@ class SchedulerConfig:
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise ContextLengthError or InvalidValueError for a request that could never run to its end."""
-        room = self.max_sequence_tokens - num_prompt_tokens
+        context, least = self.max_sequence_tokens, min(max_tokens, 1)
+        room = context - num_prompt_tokens
         if num_prompt_tokens < 1:
             raise InvalidValueError("the prompt has no tokens", param="prompt")
-        if room < min(max_tokens, 1):
-            raise ContextLengthError.too_long(num_prompt_tokens, self.max_sequence_tokens, param="prompt")
+        if room < least:
+            raise ContextLengthError.too_long(num_prompt_tokens, context - least, context=context, param="prompt")
         if max_tokens > room:
-            raise ContextLengthError.no_room(num_prompt_tokens, max_tokens, self.max_sequence_tokens)
+            raise ContextLengthError.no_room(num_prompt_tokens, max_tokens, context)
