@@ -226,7 +226,7 @@ _OF_THE_ROUTE = {
     "grammar": "response_format",
     "bad_words_token_ids": "bad_words",
     "thinking": "thinking_token_budget",
-    "extras": "return_hidden_states, return_routed_experts, return_sampling_mask or logprob_token_ids",
+    "extras": "the field of docs/routes.md that asks for it",
     "watermark_key": "watermark",
     "visible_token_ids": "skip_special_tokens",
     "embed": "Engine.generate",

@@ -7,12 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.api.messages.protocol import Block, InputMessage, Source
-from jaxserve.api.tasks.message_order import NO_IMAGE, Message, in_call_order, joined, with_system
+from jaxserve.api.tasks.message_order import NO_IMAGE, Message, ordered, without_header
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
-
-# Claude Code begins its system prompt with this block. It differs in every conversation, so with it no two
-# conversations would share the 20,000 tokens of the prompt that follow.
-CHANGING_HEADER = "x-anthropic-billing-header:"
 
 _SKIPPED = frozenset(
     {
@@ -37,11 +33,7 @@ def system_text(system: str | Sequence[Block] | None) -> str:
     if system is None:
         return ""
     texts = [system] if isinstance(system, str) else [block.text or "" for block in system if block.type == "text"]
-    return "\n".join(text for text in map(_without_header, texts) if text)
-
-
-def _without_header(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(CHANGING_HEADER) else text
+    return "\n".join(text for text in map(without_header, texts) if text)
 
 
 def check_blocks(
@@ -86,12 +78,11 @@ def _check_document(block: Block, param: str) -> None:
 
 
 def template_messages(system: str, messages: Sequence[InputMessage], *, system_in_middle: bool) -> list[Message]:
-    """Return the messages as chat templates read them: neighbours of one role joined, tool results in call order.
-
-    system_in_middle: the template takes system messages after the first one; else they join the first
-    """
+    """Return the messages as chat templates read them, see `ordered`."""
     converted = [each for message in messages for each in _converted(message)]
-    return in_call_order(joined(with_system(system, converted, system_in_middle=system_in_middle)))
+    if system:
+        converted.insert(0, {"role": "system", "content": system})
+    return ordered(converted, system_in_middle=system_in_middle)
 
 
 def _converted(message: InputMessage) -> Iterator[Message]:
@@ -103,7 +94,7 @@ def _converted(message: InputMessage) -> Iterator[Message]:
     yield from (_tool_message(block) for block in blocks if block.type == "tool_result")
     text = _text(others)
     if text or len(others) == len(blocks):
-        yield {"role": message.role, "content": _without_header(text) if message.role == "system" else text}
+        yield {"role": message.role, "content": without_header(text) if message.role == "system" else text}
 
 
 def _assistant(blocks: Sequence[Block]) -> Message:

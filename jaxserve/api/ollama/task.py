@@ -14,6 +14,7 @@ from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
 from jaxserve.api.tasks.constraints import Constraint
 from jaxserve.api.tasks.extras import mark
+from jaxserve.api.tasks.message_order import in_place, without_header
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, TextPrompt
 from jaxserve.api.tasks.tools import ToolUse, offered_tools
@@ -38,7 +39,7 @@ def chat_prompt(body: OllamaChatRequest, state: ServerState) -> ChatPrompt:
     for number, message in enumerate(messages):
         _refuse(message.images, f"messages.{number}.images", "the model takes text only")
     tools = offered_tools(body.tools or [])
-    make = functools.partial(template_messages, messages)
+    make = functools.partial(template_messages, messages, system_in_middle=state.takes_late_system)
     last = messages[-1]
     continued = last.content or "" if last.role == "assistant" and not last.tool_calls else ""
     return _conversation(body, state, make=make, tools=tools, continued=continued)
@@ -131,13 +132,18 @@ def _refuse(value: object, param: str, reason: str) -> None:
         raise UnsupportedParameterError(f"{param} is not supported: {reason}.", param=param)
 
 
-def template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[OllamaMessage], *, system_in_middle: bool) -> list[dict[str, Any]]:
     """Return the messages as chat templates read them. A call or result without an id gets the next in order."""
-    return [_template_message(message, number) for number, message in enumerate(messages)]
+    found = [_template_message(message, number) for number, message in enumerate(messages)]
+    return found if system_in_middle else in_place(found)
 
 
 def _template_message(message: OllamaMessage, number: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    content = message.content or ""
+    found: dict[str, Any] = {
+        "role": message.role,
+        "content": without_header(content) if message.role == "system" else content,
+    }
     optional = {"reasoning_content": message.thinking, "name": message.tool_name, "tool_call_id": message.tool_call_id}
     found |= {name: value for name, value in optional.items() if value}
     if message.tool_calls:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api.responses.protocol import InputItem, ItemPart
-from jaxserve.api.tasks.message_order import NO_IMAGE, Message, as_one, in_call_order, joined, with_system
+from jaxserve.api.tasks.message_order import NO_IMAGE, Message, as_one, ordered, without_header
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 
 _SKIPPED = frozenset(
@@ -96,10 +96,11 @@ class ItemReader:
         flat = list(itertools.chain.from_iterable(turns))
         leading = list(itertools.takewhile(lambda message: message["role"] == "system", flat))
         system = "\n".join(filter(None, [system, *(message["content"] for message in leading)]))
-        found = with_system(system, flat[len(leading) :], system_in_middle=self.system_in_middle)
+        found = [*([{"role": "system", "content": system}] if system else []), *flat[len(leading) :]]
+        found = ordered(found, system_in_middle=self.system_in_middle)
         if all(message["role"] == "system" for message in found):
             found.append({"role": "user", "content": ""})  # many templates need a user's message
-        return in_call_order(joined(found))
+        return found
 
     def text(self, content: str | Sequence[ItemPart] | None, param: str) -> str:
         """Return the text of a message's content or of a call's output; an image becomes a line of text."""
@@ -149,7 +150,8 @@ class ItemReader:
         kind, where, item = entry
         if kind == "message":
             role = "system" if item.role == "developer" else item.role
-            yield {"role": role, "content": self.text(item.content, f"{where}.content")}
+            text = self.text(item.content, f"{where}.content")
+            yield {"role": role, "content": without_header(text) if role == "system" else text}
         elif kind == "reasoning":
             text = self._reasoning(item, where)
             if text:

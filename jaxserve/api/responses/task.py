@@ -21,7 +21,7 @@ from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
 from jaxserve.api.tasks.constraints import Constraint, constraint
 from jaxserve.api.tasks.fields import prefix_namespace
-from jaxserve.api.tasks.message_order import Message
+from jaxserve.api.tasks.message_order import Message, without_header
 from jaxserve.api.tasks.sampling import sampling_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, RequestOptions
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
@@ -184,7 +184,7 @@ def _own_items(body: ResponsesRequest) -> Sequence[InputItem]:
 
 def _instructions(body: ResponsesRequest, reader: ItemReader) -> str:
     if body.instructions is None or isinstance(body.instructions, str):
-        return body.instructions or ""
+        return without_header(body.instructions or "")
     turns = reader.turns(body.instructions, "instructions")
     return "\n".join(message["content"] for message in itertools.chain.from_iterable(turns))
 

@@ -70,7 +70,7 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[s
     check_messages(body.messages)
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     messages = ChatMessages(
-        make=template_messages(body.messages),
+        make=template_messages(body.messages, system_in_middle=state.takes_late_system),
         size=body.size,
         tools=tools,
         variables=body.chat_template_kwargs or {},

@@ -11,7 +11,7 @@ from jaxserve.api.protocol.chat import ChatCompletionRequest, ChatMessage, Think
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import constraint
 from jaxserve.api.tasks.fields import generation_mode, output_options, request_options, truncation
-from jaxserve.api.tasks.message_order import in_call_order
+from jaxserve.api.tasks.message_order import in_call_order, in_place, without_header
 from jaxserve.api.tasks.sampling import sampling_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, OutputOptions, RequestOptions
 from jaxserve.api.tasks.tools import tool_use
@@ -67,7 +67,7 @@ def chat_task(body: ChatCompletionRequest, state: ServerState) -> ChatTask:
 def _prompt(body: ChatCompletionRequest, state: ServerState) -> ChatPrompt:
     tools = tool_use(body)
     messages = ChatMessages(
-        make=template_messages(body.messages),
+        make=template_messages(body.messages, system_in_middle=state.takes_late_system),
         size=body.size,
         tools=tools.shown,
         documents=body.documents,
@@ -133,14 +133,24 @@ def _check_parts(message: ChatMessage, param: str) -> None:
             raise InvalidValueError(f"{where}.text is missing.", param=f"{where}.text")
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that converts the messages for the chat template: results of calls in the calls' order."""
-    return lambda: in_call_order([_template_message(message) for message in messages])
+def template_messages(messages: Sequence[ChatMessage], *, system_in_middle: bool) -> Callable[[], list[dict[str, Any]]]:
+    """Return a function that converts the messages for the chat template: results of calls in the calls' order.
+
+    system_in_middle: the template takes system messages after the first one; else see `in_place`
+    """
+
+    def make() -> list[dict[str, Any]]:
+        found = in_call_order([_template_message(message) for message in messages])
+        return found if system_in_middle else in_place(found)
+
+    return make
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     """Return a message whose calls are all of functions, and whose result of a call is a tool's."""
     found = message.model_dump(exclude_unset=True)
+    if message.role == "system":
+        _drop_header(found)
     calls, older = message.tool_calls, found.pop("function_call", None)
     if not calls and message.function_call is not None:  # the older form, without ids
         calls = [ToolCall.model_validate({"id": older["name"], "type": "function", "function": older})]
@@ -149,6 +159,14 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     if message.role == "function":
         found |= {"role": "tool", "tool_call_id": message.name}
     return found
+
+
+def _drop_header(system: dict[str, Any]) -> None:
+    content = system["content"]
+    if isinstance(content, str):
+        system["content"] = without_header(content)
+    elif content and isinstance(content[0].get("text"), str):
+        content[0]["text"] = without_header(content[0]["text"])
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:
