@@ -62,7 +62,6 @@ from jaxserve.api.protocol.chat import (
     ToolChoice,
 )
 from jaxserve.api.protocol.common import (
-    UNSUPPORTED,
     JsonSchemaFormat,
     RepetitionDetection,
     ResponseFormat,
@@ -153,8 +152,8 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 
 An error is `{"error": {"message", "type", "param", "code"}}`, except on Anthropic's and Ollama's routes (see below);
 `param` names the field ([errors.md](errors.md)). Null means that a field is absent. An unknown field is accepted and
-logged once. A field of OpenAI's, SGLang's or vLLM's API that is not supported is a 400 that names it (see the last
-table). Sampling fields that are not set have the value of the model's generation_config.json. `max_tokens` is limited
+logged once. A known field that is not supported is harmless to ignore or a 400 that names it ([fields.md](fields.md)).
+Sampling fields that are not set have the value of the model's generation_config.json. `max_tokens` is limited
 to the rest of the context; a prompt that leaves no room is a 400. JSON nested deeper than 200 levels is refused.
 
 On `/v1/responses` a full queue is 503, because Codex gives up at a 429. What its body only offers (hosted tools, images
@@ -270,7 +269,6 @@ def reference() -> str:
         _section("Fields of POST /v1/batches", CreateBatchRequest),
         _section("Parts: OutputExpiresAfter", OutputExpiresAfter),
         _LISTS,
-        _unsupported(),
     ]
     return "\n".join(sections)
 
@@ -289,16 +287,6 @@ def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None
     return "\n".join(
         [f"## {title}", "", "| field (* required) | type and limits | meaning |", "|---|---|---|", *rows, ""]
     )
-
-
-def _unsupported() -> str:
-    rows = [f"| `{name}` | {why} |" for name, why in sorted(UNSUPPORTED.items())]
-    reason = (
-        "These fields belong to features that are not supported: media, hosted tools, tensors, templates and code\n"
-        "from clients, adapters, a distributed engine. A null, false or empty value is accepted."
-    )
-    heading = ["## Known fields that are refused", "", reason, "", "| field | why |", "|---|---|"]
-    return "\n".join([*heading, *rows, ""])
 
 
 if __name__ == "__main__":

@@ -299,6 +299,8 @@ NEVER = {
     "more sequences than the queue can hold": ({"prompt": ["a"] * 2000, "n": 1, "best_of": 20}, "n"),
     "a number that is too large": ({"prompt": "a", "max_tokens": 4, "x": "HUGE"}, "x"),
     "a prompt that is too long": ({"prompt": "word " * 3000}, "prompt"),
+    "a field that is refused by name": ({"prompt": "a", "typical_p": 0.5}, "typical_p"),
+    "a constraint that cannot be read": ({"prompt": "a", "grammar": {"type": "regex"}}, "grammar.value"),
 }
 
 

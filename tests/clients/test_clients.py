@@ -1,12 +1,15 @@
 """Real clients, unmodified, each in its own environment, against a real server: `pytest -m clients`."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from docgen.fields import listed
 from jaxserve.library.serving import RunningServer, launch_server
+from tests.clients import sdk_fields
 from tests.clients.environments import packages
 from tests.clients.run import AGENTS, interpreter, run_client, scripts
 from tests.clients.scripted_model import make
@@ -41,6 +44,19 @@ def test_a_client_does_all_that_it_has(script: str, request: pytest.FixtureReque
     found = run_client(script, root, server.url)
     wrong = {name: result for name, result in found["results"].items() if result != "ok"}
     assert not wrong, f"{found['client']} {found['version']}: {wrong}\n{found['errors']}"
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("api", sdk_fields.SOURCES)
+def test_the_newest_sdk_has_no_field_that_is_not_listed(api: str) -> None:
+    """A field that an SDK has got since is named: it gets a verdict in api/protocol/known_fields.py or a body."""
+    script = "use_anthropic.py" if api == "messages" else "use_openai.py"
+    python = interpreter(script, Path(os.environ.get("JAXSERVE_CLIENTS", "/nowhere")))
+    if not python.exists():
+        pytest.skip(HOW)
+    printed = subprocess.run([python, sdk_fields.__file__, api], check=True, capture_output=True, text=True).stdout
+    found = {tuple(line.split("\t")) for line in printed.splitlines()}
+    assert found and not found - set(listed()), "add them to tests/api/known_fields.txt"
 
 
 def test_every_client_has_a_script_and_stands_in_the_table() -> None:

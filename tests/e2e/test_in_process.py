@@ -397,7 +397,7 @@ def test_a_prompt_that_fills_the_context_is_scored(engine: Engine, client: opena
     assert logprobs is not None and logprobs.token_logprobs is not None
     assert len(logprobs.token_logprobs) == context and None not in logprobs.token_logprobs[1:]
     shorter = client.completions.create(model="demo", prompt=prompt[:-1], max_tokens=0, echo=True, logprobs=1)
-    assert shorter.choices[0].logprobs is not None
+    assert shorter.choices[0].logprobs is not None and shorter.choices[0].logprobs.token_logprobs is not None
     assert logprobs.token_logprobs[1:-1] == near(shorter.choices[0].logprobs.token_logprobs[1:])
     with pytest.raises(openai.BadRequestError, match=f"> {context - 1} maximum"):
         client.completions.create(model="demo", prompt=prompt, max_tokens=1)

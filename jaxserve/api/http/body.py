@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.api.errors.families import OLLAMA_PREFIX
 from jaxserve.api.errors.responses import ClientDisconnected, from_validation
-from jaxserve.api.protocol.common import UNSUPPORTED, Body, NestedObject
+from jaxserve.api.protocol.common import Body, NestedObject
 from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
@@ -74,7 +74,7 @@ def validated(raw: bytes, model: type[B]) -> tuple[B, list[str]]:
     if may_be_beyond_a_float(raw):
         _check_numbers(raw)
     body.note_size(len(raw))
-    return body, [*refuse_unsupported(body), *_unknown_inside(body)]
+    return body, list(_unserved(body))
 
 
 def _check_numbers(raw: bytes) -> None:
@@ -93,35 +93,31 @@ def invalid_json(error: orjson.JSONDecodeError) -> InvalidValueError:
     return InvalidValueError(f"The body is not valid JSON: {error}.", param=param, code="invalid_json")
 
 
-def refuse_unsupported(body: BaseModel, prefix: str = "") -> list[str]:
-    """Return the unknown top-level fields. Raises UnsupportedParameterError for a known field that is not supported."""
-    unknown = []
-    for name, value in (body.model_extra or {}).items():
-        if name not in UNSUPPORTED:
-            unknown.append(name)
-        elif value not in _NOTHING:
-            param = prefix + name
-            raise UnsupportedParameterError(f"{param} is not supported: {UNSUPPORTED[name]}.", param=param)
-    return unknown
+def _unserved(part: Body | NestedObject, path: str = "", logged: str = "") -> Iterator[str]:
+    """Yield the fields of a body and of the objects in it that are not known, without list indices.
 
-
-def _unknown_inside(body: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Paths of the unknown fields in the body's parts, without list indices. One with an empty value is left out."""
-    for name, value in vars(body).items():  # its known fields
+    One with an empty value is left out. Raises UnsupportedParameterError for a known field that is refused.
+    path: of the part, with indices. logged: without them
+    """
+    if given := part.unknown_fields:
+        known = part.known
+        for name in given.keys() & known.refused.keys():
+            if known.refused[name].applies_to(given[name]):
+                param = path + name
+                message = f"{param} is not supported: {known.refused[name].reason}."
+                raise UnsupportedParameterError(message, param=param)
+        some = itertools.islice(given.keys() - known.refused.keys() - known.ignored, MAX_UNKNOWN)
+        yield from (logged + name for name in some if not path or given[name] not in _NOTHING)
+    for name, value in vars(part).items():  # its known fields
         if isinstance(value, _PLAIN):
             continue
         parts = value if isinstance(value, list) else [value]
         if not (parts and isinstance(parts[0], NestedObject)):
             continue
-        path = f"{prefix}{name}."
-        for part in parts:
-            if not isinstance(part, NestedObject):
-                continue
-            if unknown := part.unknown_fields:
-                some = itertools.islice(unknown.items(), MAX_UNKNOWN)
-                yield from (path + key for key, given in some if given not in _NOTHING)
-            if part.model_fields_set:
-                yield from _unknown_inside(part, path)
+        for number, inner in enumerate(parts):
+            if isinstance(inner, NestedObject):
+                where = f"{path}{name}.{number}." if isinstance(value, list) else f"{path}{name}."
+                yield from _unserved(inner, where, f"{logged}{name}.")
 
 
 def _check_content_type(request: Request) -> None:

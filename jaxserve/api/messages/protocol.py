@@ -12,6 +12,7 @@ from pydantic import Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import Body, NestedObject
+from jaxserve.api.protocol.known_fields import EVERYWHERE, MESSAGES, MESSAGES_OUTPUT, MESSAGES_THINKING
 
 MAX_CONTENT_BLOCKS = 4096
 
@@ -81,6 +82,8 @@ class MessageToolChoice(NestedObject):
 
 
 class ThinkingConfig(NestedObject):
+    known = MESSAGES_THINKING
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: limits.TokenCount | None = Field(None, description="Reasoning is ended after this many tokens.")
     display: str | None = Field(None, description="omitted: the thinking blocks have no text.")
@@ -92,6 +95,8 @@ class OutputFormat(NestedObject):
 
 
 class OutputConfig(NestedObject):
+    known = MESSAGES_OUTPUT
+
     effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort.")
     format: OutputFormat | None = Field(None, description="The answer must match the schema.")
 
@@ -111,6 +116,8 @@ class EarlierThread(NestedObject):
 
 
 class CountTokensRequest(Body):
+    known = EVERYWHERE | MESSAGES
+
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     system: str | Blocks | None = None

@@ -13,6 +13,7 @@ from pydantic import Field
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.chat import Tool
 from jaxserve.api.protocol.common import Body, NestedObject
+from jaxserve.api.protocol.known_fields import EVERYWHERE, OLLAMA, OLLAMA_OPTIONS
 
 # the version of Ollama whose routes these are: clients compare three plain numbers, and Codex asks for 0.13.4,
 # the first with Responses. 0.14.0 is the first with Messages
@@ -24,6 +25,8 @@ Images = Annotated[list[str], Field(max_length=limits.MAX_MESSAGES)]
 
 class OllamaOptions(NestedObject):
     """Sampling. Absent fields take the model's defaults, as on the other routes."""
+
+    known = EVERYWHERE | OLLAMA_OPTIONS
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = Field(
         None, description="Maximum of output tokens. Default, and below 1: the rest of the context."
@@ -62,6 +65,8 @@ class OllamaMessage(NestedObject):
 
 class _Generating(Body):
     """What chat and generate share."""
+
+    known = EVERYWHERE | OLLAMA
 
     model: str = Field(description="A served name; `:latest` behind it is allowed.")
     format: Literal["", "json"] | dict[str, Any] | None = Field(

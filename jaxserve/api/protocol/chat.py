@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import NestedObject, SamplingFields
+from jaxserve.api.protocol.known_fields import CHAT, CHAT_MESSAGE, CHAT_PART, CHAT_REASONING, CHAT_TOOL, EVERYWHERE
 
 Role = Annotated[
     Literal["developer", "system", "user", "assistant", "tool", "function", "latest_reminder", "root"],
@@ -17,6 +18,8 @@ Role = Annotated[
 
 class ContentPart(NestedObject):
     """A part of a message. The model decides which types are accepted; text always is."""
+
+    known = CHAT_PART
 
     type: str
     text: str | None = None
@@ -42,6 +45,8 @@ class ToolCall(NestedObject):
 
 
 class ChatMessage(NestedObject):
+    known = CHAT_MESSAGE
+
     role: Role
     content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_MESSAGES)] | None = None
     name: str | None = None
@@ -79,6 +84,8 @@ class CustomDefinition(NestedObject):
 
 
 class Tool(NestedObject):
+    known = CHAT_TOOL
+
     type: str
     function: FunctionDefinition | None = None
     custom: CustomDefinition | None = None
@@ -101,15 +108,20 @@ class ToolChoice(NestedObject):
 
 
 class Reasoning(NestedObject):
+    known = CHAT_REASONING
+
     effort: str | None = None
     enabled: bool | None = None
 
 
 class Thinking(NestedObject):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: limits.TokenCountOrZero | None = Field(None, description="The same as thinking_token_budget.")
 
 
 class ChatCompletionRequest(SamplingFields):
+    known = EVERYWHERE | CHAT
+
     model: str
     messages: Annotated[list[ChatMessage], Field(max_length=limits.MAX_MESSAGES)] = Field(
         description="At least one, unless input_ids is given."
@@ -134,6 +146,8 @@ class ChatCompletionRequest(SamplingFields):
     thinking_token_budget: limits.TokenCountOrZero | None = Field(
         None, description="Reasoning is ended after this many output tokens."
     )
+    enable_thinking: bool | None = Field(None, description="The same as thinking: true or false.")
+    thinking_budget: limits.TokenCountOrZero | None = Field(None, description="The same as thinking_token_budget.")
     separate_reasoning: bool | None = Field(None, description="Default true; false leaves reasoning in content.")
     include_reasoning: bool | None = Field(None, description="Default true; false omits reasoning from the answer.")
     stream_reasoning: bool | None = Field(None, description="Default true; false sends the reasoning in one piece.")

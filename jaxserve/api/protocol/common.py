@@ -1,51 +1,18 @@
 """What the bodies of all generating routes share: base class, sampling fields, unsupported fields.
 
-An unknown field is kept in `model_extra` and logged once (see body.py), also in nested objects. A field that a
-supported
-API has and this server does not implement is in UNSUPPORTED and answered with 400.
+A field that a body or an object in it does not have is kept in `model_extra`. known_fields.py says which are refused
+and which are harmless to ignore; any other one is logged once (see body.py).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr
 from pydantic_core import CoreSchema
 
 from jaxserve.api.protocol import limits
-
-# field -> reason. A null, false, empty list or empty object means "not used" and is accepted.
-UNSUPPORTED: dict[str, str] = {
-    "audio": "the model makes text only",
-    "web_search_options": "hosted tools are not offered",
-    "prompt_embeds": "tensors from clients are not accepted",
-    "input_embeds": "tensors from clients are not accepted",
-    "chat_template": "a template in a request is not accepted; set model.chat_template on the server",
-    "custom_logit_processor": "serialized code is not accepted",
-    "logits_processors": "serialized code is not accepted",
-    "custom_params": "they are read by custom logit processors, which are not accepted",
-    "vllm_xargs": "there are no custom processors to read it",
-    "kv_transfer_params": "prefill and decode run in one engine",
-    "ec_transfer_params": "there is no separate encoder",
-    "bootstrap_host": "prefill and decode run in one engine",
-    "bootstrap_port": "prefill and decode run in one engine",
-    "bootstrap_room": "prefill and decode run in one engine",
-    "disagg_prefill_dp_rank": "prefill and decode run in one engine",
-    "lora_path": "no adapter is loaded",
-    "lora_name": "no adapter is loaded",
-    "image_data": "the model takes text only",
-    "audio_data": "the model takes text only",
-    "video_data": "the model takes text only",
-    "mm_processor_kwargs": "the model takes text only",
-    "media_io_kwargs": "the model takes text only",
-    "images_config": "the model takes text only",
-    "video_config": "the model takes text only",
-    "max_dynamic_patch": "the model takes text only",
-    "min_dynamic_patch": "the model takes text only",
-    "use_audio_in_video": "the model takes text only",
-    "embed_dtype": "embeddings are float32",
-    "endianness": "embeddings are little-endian",
-}
+from jaxserve.api.protocol.known_fields import EVERYWHERE, KnownFields
 
 
 def _make_lists_fail_fast(schema: Any) -> None:
@@ -66,6 +33,12 @@ class _Strict(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
+    known: ClassVar[KnownFields] = KnownFields()  # fields that it does not serve
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """Return the fields that it does not serve, without those that may be anything."""
+        return self.model_extra or {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -77,6 +50,7 @@ class _Strict(BaseModel):
 class Body(_Strict):
     """A JSON object sent by a client."""
 
+    known = EVERYWHERE
     _size: int = PrivateAttr(0)
 
     @property
@@ -90,10 +64,6 @@ class Body(_Strict):
 
 class NestedObject(_Strict):
     """A nested object."""
-
-    @property
-    def unknown_fields(self) -> dict[str, Any]:
-        return self.model_extra or {}
 
 
 class StreamOptions(NestedObject):
@@ -137,6 +107,13 @@ class ResponseFormat(NestedObject):
     def unknown_fields(self) -> dict[str, Any]:
         """None for structural_tag, whose tag is written into the object itself."""
         return {} if self.type == "structural_tag" else super().unknown_fields
+
+
+class TypedGrammar(NestedObject):
+    """TGI's form of a constraint."""
+
+    type: Literal["json", "json_object", "json_schema", "regex"]
+    value: str | dict[str, Any] | bool | None = None
 
 
 class RepetitionDetection(NestedObject):
@@ -259,6 +236,12 @@ class SamplingFields(CommonFields):
         None, description="The older name of structured_outputs.choice."
     )
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
+    grammar: str | TypedGrammar | None = Field(
+        None, description="The same as ebnf, as in llama.cpp; or type and value, as in TGI."
+    )
+    format: Literal["", "json"] | dict[str, Any] | None = Field(
+        None, description="json, or a schema, as in Ollama: the same as response_format and json_schema."
+    )
 
     user: str | None = Field(None, description="Ignored.")
     extra_key: limits.CacheSalt | None = Field(

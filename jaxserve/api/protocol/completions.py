@@ -8,6 +8,7 @@ from pydantic import Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import SamplingFields
+from jaxserve.api.protocol.known_fields import COMPLETIONS, EVERYWHERE
 
 Prompt = (
     str
@@ -18,6 +19,8 @@ Prompt = (
 
 
 class CompletionRequest(SamplingFields):
+    known = EVERYWHERE | COMPLETIONS
+
     model: str
     prompt: Prompt = Field(description="A text, texts, token ids, or lists of them.")
     max_tokens: limits.TokenCountOrZero | None = Field(

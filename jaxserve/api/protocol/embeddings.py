@@ -9,9 +9,12 @@ from pydantic import Field
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import Body
 from jaxserve.api.protocol.completions import Prompt
+from jaxserve.api.protocol.known_fields import EMBEDDINGS, EVERYWHERE
 
 
 class EmbeddingRequest(Body):
+    known = EVERYWHERE | EMBEDDINGS
+
     model: str
     input: Prompt = Field(description="A text, texts, token ids, or lists of them.")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="Default float.")

@@ -8,10 +8,13 @@ from pydantic import Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import Body, NestedObject, SessionParams
+from jaxserve.api.protocol.known_fields import EVERYWHERE, GENERATE, NATIVE_SAMPLING
 
 
 class NativeSampling(NestedObject):
     """`sampling_params` of /generate. Absent fields take the model's defaults, as on the other routes."""
+
+    known = EVERYWHERE | NATIVE_SAMPLING
 
     max_new_tokens: limits.TokenCountOrZero | None = Field(None, description="Default 128.")
     min_new_tokens: limits.TokenCountOrZero | None = None
@@ -45,6 +48,8 @@ PerPrompt = Annotated[list[T], Field(max_length=limits.MAX_PROMPTS)]
 
 
 class GenerateRequest(Body):
+    known = EVERYWHERE | GENERATE
+
     text: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)] | None = None
     input_ids: limits.TokenIds | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
     sampling_params: NativeSampling | PerPrompt[NativeSampling] | None = None

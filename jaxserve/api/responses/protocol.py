@@ -13,6 +13,7 @@ from pydantic import Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import CommonFields, NestedObject, StructuredOutputs
+from jaxserve.api.protocol.known_fields import EVERYWHERE, RESPONSES, RESPONSES_REASONING
 
 MAX_INPUT_ITEMS = 8192  # a turn of an agent is a call, its output and reasoning
 MAX_ITEM_PARTS = 4096
@@ -119,6 +120,8 @@ class TextConfig(NestedObject):
 
 
 class ReasoningConfig(NestedObject):
+    known = RESPONSES_REASONING
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="none turns reasoning off; others are passed to the chat template as reasoning_effort."
     )
@@ -148,6 +151,8 @@ Include = Literal[
 
 
 class ResponsesRequest(CommonFields):
+    known = EVERYWHERE | RESPONSES
+
     model: str | None = Field(None, description="Default: the first model served.")
     input: str | Annotated[list[InputItem], Field(max_length=MAX_INPUT_ITEMS)] | None = None
     instructions: str | Annotated[list[InputItem], Field(max_length=MAX_INSTRUCTION_ITEMS)] | None = Field(

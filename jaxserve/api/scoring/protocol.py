@@ -10,6 +10,7 @@ from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.answers import Answer, EmbeddingUsage
 from jaxserve.api.protocol.common import Body, NestedObject
 from jaxserve.api.protocol.completions import Prompt
+from jaxserve.api.protocol.known_fields import EVERYWHERE, SCORING
 
 Texts = Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
 KeptTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
@@ -17,6 +18,8 @@ KeptTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 
 class ScoringFields(Body):
     """What the three routes share."""
+
+    known = EVERYWHERE | SCORING
 
     model: str | None = Field(None, description="Default: the first served name.")
     use_activation: bool | None = Field(

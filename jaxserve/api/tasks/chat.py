@@ -88,7 +88,7 @@ def _prompt(body: ChatCompletionRequest, state: ServerState) -> ChatPrompt:
         truncation=truncation(body),
         experts_from=body.routed_experts_start_len,
         tools=tools,
-        thinking_budget=body.thinking_token_budget,
+        thinking_budget=_thinking_budget(body),
         separate_reasoning=body.separate_reasoning is not False,
     )
 
@@ -196,6 +196,10 @@ def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
         if body.reasoning.enabled is not None:
             variables |= thinking(body.reasoning.enabled)
     wish = body.thinking.type if isinstance(body.thinking, Thinking) else body.thinking
+    if body.enable_thinking is not None:
+        if wish is not None and body.enable_thinking != (wish in (True, "enabled", "adaptive")):
+            raise InvalidValueError("enable_thinking and thinking contradict each other.", param="enable_thinking")
+        wish = body.enable_thinking
     if wish not in (None, "adaptive"):
         variables |= thinking(wish in (True, "enabled"))
     if effort == "none":
@@ -205,6 +209,22 @@ def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
     given = {"verbosity": body.verbosity, "task": body.task}
     variables |= {name: value for name, value in given.items() if value is not None}
     return variables | (body.chat_template_kwargs or {})
+
+
+def _thinking_budget(body: ChatCompletionRequest) -> int | None:
+    """Return the one budget of a body; without reasoning, other servers' budgets mean nothing.
+
+    Raises InvalidValueError if two differ.
+    """
+    given = {"thinking_token_budget": body.thinking_token_budget}
+    if body.enable_thinking is not False:
+        given["thinking_budget"] = body.thinking_budget
+    if isinstance(body.thinking, Thinking) and body.thinking.type != "disabled":
+        given["thinking.budget_tokens"] = body.thinking.budget_tokens
+    found = {name: budget for name, budget in given.items() if budget is not None}
+    if len(set(found.values())) > 1:
+        raise InvalidValueError(f"{' and '.join(found)} differ.", param=list(found)[1])
+    return next(iter(found.values()), None)
 
 
 def thinking(on: bool) -> dict[str, bool]:

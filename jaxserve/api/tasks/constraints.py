@@ -106,7 +106,7 @@ def _schemas_of(wanted: ResponseFormat) -> dict[str, dict[str, Any] | bool]:
 
 
 def _guided(body: SamplingFields) -> Iterator[Constraint]:
-    """Read the fields that vLLM had before structured_outputs."""
+    """Read the fields that vLLM had before structured_outputs, and those of llama.cpp, TGI and Ollama."""
     if body.guided_json is not None:
         yield schema_spec(_schema(body.guided_json, "guided_json")), "guided_json"
     if body.guided_regex is not None:
@@ -115,6 +115,30 @@ def _guided(body: SamplingFields) -> Iterator[Constraint]:
         yield choice_spec(body.guided_choice), "guided_choice"
     if body.guided_grammar is not None:
         yield grammar_spec(body.guided_grammar), "guided_grammar"
+    if isinstance(body.grammar, str):
+        yield grammar_spec(body.grammar), "grammar"
+    elif body.grammar is not None:
+        yield _typed(body.grammar.type, body.grammar.value), "grammar"
+    if body.format:
+        is_any = isinstance(body.format, str)
+        yield (
+            GrammarSpec(kind="json_object", source="") if is_any else schema_spec(_schema(body.format, "format")),
+            "format",
+        )
+
+
+def _typed(kind: str, value: str | dict[str, Any] | bool | None) -> GrammarSpec:
+    """Read TGI's form of a constraint. Raises InvalidValueError if its value does not go with its type."""
+    if kind == "json_object" or (kind == "json" and value is None):
+        return GrammarSpec(kind="json_object", source="")
+    if kind == "regex":
+        if not isinstance(value, str):
+            raise InvalidValueError("grammar.value is a pattern for type regex.", param="grammar.value")
+        return GrammarSpec(kind="regex", source=value)
+    if value is None:
+        raise InvalidValueError(f"grammar.value is a schema for type {kind}.", param="grammar.value")
+    inner = value.get("schema") if isinstance(value, dict) and kind == "json_schema" else None
+    return schema_spec(_schema(inner if isinstance(inner, dict) else value, "grammar.value"))
 
 
 def _structured_outputs(wanted: StructuredOutputs | None, tokenizer: Tokenizer) -> list[Constraint]:

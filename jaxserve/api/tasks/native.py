@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxserve.api.http.body import refuse_unsupported
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import constraint
@@ -60,8 +59,6 @@ async def native_task(body: GenerateRequest, state: ServerState) -> NativeTask:
     param, contents = _contents(body)
     count = len(contents)
     sampling = spread(body.sampling_params or NativeSampling.model_validate({}), count, "sampling_params")
-    for each in sampling:
-        refuse_unsupported(each, "sampling_params.")
     options = _options(body, sampling)
     _check_session(body, count)
     single = not _is_batch(body)
