@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.bench.tokenizer_files import copy_tokenizer
+from benchmarks.tokenizer_files import copy_tokenizer
 
 STDDEV = 0.02
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.device_kernels import DTYPE, TOLERANCE, HeadSizes, clock, normal, rates, time_grid
-from jaxserve.bench.device_rows import Bench, Row
+from benchmarks.device_suite.kernels import DTYPE, TOLERANCE, HeadSizes, clock, normal, rates, time_grid
+from benchmarks.device_suite.rows import Bench, Row
 from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import ExpertKernels, TpuExperts, TritonExperts
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe
@@ -41,6 +41,7 @@ class ExpertSizes:
 
 
 LAYERS = {
+    "gpt-oss-20b": ExpertSizes(32, 4, 2880, 2880, mxfp4=True),
     "mixtral": ExpertSizes(8, 2, 14336, 4096),
     "qwen3-30b": ExpertSizes(128, 8, 768, 2048),
     "gpt-oss-120b": ExpertSizes(128, 4, 2880, 2880, mxfp4=True),
@@ -51,24 +52,35 @@ TPU_LAYERS = {
 KERNELS = {"triton": TritonExperts, "tpu": TpuExperts}
 
 
-def experts(bench: Bench) -> None:
-    """Compare the device's kernels, on a CPU Triton's, with XLA's form on few rows, then time both."""
-    layers, counts, kernel = LAYERS, (1, 16, 64, 512, 4096), "triton"
-    if jax.default_backend() == "tpu":
-        layers, kernel = TPU_LAYERS, "tpu"
-    if bench.tiny:
-        layers, counts = (
-            {"tiny": ExpertSizes(4, 2, 32, 64), "tiny-mxfp4": ExpertSizes(4, 2, 32, 64, mxfp4=True)},
-            (1, 5),
-        )
+def numerics(bench: Bench) -> None:
+    """Compare the device's kernels, on a CPU Triton's, with XLA's form on few rows."""
+    layers, _, kernel = _layers(bench)
     for name, sizes in layers.items():
-        bench.cell(f"numerics {name}", 20, functools.partial(_compare, bench, sizes, kernel))
+        cell, question = (
+            functools.partial(_compare, bench, sizes, kernel),
+            f"Are {kernel} kernels of experts right?",
+        )
+        bench.cell(f"experts {name}", 8, cell, answers=question, optional=name != next(iter(layers)))
+
+
+def experts(bench: Bench) -> None:
+    """Time the device's kernels and XLA's form."""
+    layers, counts, kernel = _layers(bench)
     for name, sizes in layers.items():
         for rows in counts:
             for form in (kernel, "xla"):
                 if form == kernel or rows <= 512:  # XLA's form of more rows takes all the memory
                     cell = functools.partial(_time, bench, sizes, rows, form)
                     bench.cell(f"{form} {name} {rows} rows", 20, cell)
+
+
+def _layers(bench: Bench) -> tuple[dict[str, ExpertSizes], tuple[int, ...], str]:
+    """Return the layers, the rows and the kernel of the device."""
+    if bench.tiny:
+        sizes = ExpertSizes(4, 2, 32, 64)
+        return {"tiny": sizes, "tiny-mxfp4": replace(sizes, mxfp4=True)}, (1, 5), "triton"
+    counts = (1, 16, 64, 512, 4096)
+    return (TPU_LAYERS, counts, "tpu") if bench.platform == "tpu" else (LAYERS, counts, "triton")
 
 
 def _kernels(form: str) -> ExpertKernels | None:

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.device_rows import Bench, Row
+from benchmarks.device_suite.rows import Bench, Row
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, get_backend
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
 from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend, TritonTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
+from jaxserve.runtime.compilation.compiler import compiler_options
+from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
 
 TOLERANCE = 2e-2  # relative error of bfloat16 attention
 DTYPE = jnp.bfloat16
@@ -78,6 +85,7 @@ class Machine:
         return max(num_bytes / self.bandwidth, operations / self.flops)
 
 
+_PACKAGES = ("jax", "flax", "numpy", "nvidia-", "transformers", "triton")  # those that figures depend on
 _H200 = Machine(4.3e12, 790e12)  # what is reached of 4.8e12 and 989e12
 _PUBLISHED = {"TPU v5 lite": Machine(819e9, 197e12), "TPU v6 lite": Machine(1640e9, 918e12)}  # v5e and v6e, by Google
 
@@ -110,6 +118,27 @@ def clock(function: Callable[..., Any], *args: Any, tiny: bool, chained: int = 2
     return statistics.median(seconds)
 
 
+def versions(bench: Bench) -> None:
+    """Record the device, its driver and the packages."""
+    bench.cell("machine", 3, _machine, answers="Which device, driver and packages are these?")
+
+
+def _machine() -> Row:
+    device = jax.devices()[0]
+    listed = shutil.which("nvidia-smi")
+    told = subprocess.run([listed, "--query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem", "--format=csv"],
+                          capture_output=True, text=True, timeout=20).stdout if listed else ""  # fmt: skip
+    installed = {each.name: each.version for each in metadata.distributions()}
+    return {
+        "device": device.device_kind,
+        "platform_version": device.client.platform_version,
+        "nvidia_smi": told.strip(),
+        "memory_gb": (device.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
+        "cores": os.cpu_count(),
+        "packages": {name: version for name, version in sorted(installed.items()) if name.startswith(_PACKAGES)},
+    }
+
+
 def ceilings(bench: Bench) -> None:
     """Measure the rates of the device: a copy, a large matrix product, an empty dispatch."""
     size = 1 << (16 if bench.tiny else 30)  # float32 numbers: 4 GiB
@@ -137,10 +166,10 @@ def ceilings(bench: Bench) -> None:
         x = jnp.ones((4,), jnp.float32)
         return {"us": clock(jax.jit(lambda x: x * x), x, tiny=bench.tiny, chained=200) * 1e6}
 
-    bench.cell("copy", 5, copy)
-    bench.cell("read", 5, read)
-    bench.cell("matmul", 5, matmul)
-    bench.cell("dispatch", 5, dispatch)
+    bench.cell("copy", 3, copy, answers="How many bytes a second does a kernel read and write?")
+    bench.cell("read", 3, read, answers="How many bytes a second does a kernel read, on which all floors rest?")
+    bench.cell("matmul", 5, matmul, answers="How many operations a second does a large bfloat16 product reach?")
+    bench.cell("dispatch", 2, dispatch, answers="What does one call of a program cost the host?")
 
 
 # --- batches
@@ -171,40 +200,41 @@ def batch(rows: Sequence[tuple[int, int]], heads: HeadSizes) -> tuple[jax.Array,
 
 
 def kernels(bench: Bench) -> dict[str, Backend]:
-    """Return the backends of this device; on a CPU all that its interpreters run.
+    """Return the backends of this device; on a CPU the interpreted one of the device that it stands in for.
 
     A section of its own has Mosaic: an illegal address ends the process, and a wrong barrier hangs.
     """
-    platform = jax.default_backend()
+    platform = bench.platform
     if bench.section.endswith("-mosaic_gpu"):
         return {"mosaic_gpu": get_backend("mosaic_gpu", platform)} if platform == "gpu" else {}
     if platform == "gpu":
         return {"triton": get_backend("triton", platform)}
     if platform == "tpu":
         return {"tpu": get_backend("tpu", platform)}
+    if bench.options.family == "tpu":
+        return {"tpu": TpuBackend(interpret=True)}
     small = TritonTuning(decode_tile=16, extend_rows=16, extend_tile=16, programs=8)
-    return {
-        "xla": XlaBackend(),
-        "triton": TritonBackend(tuning=small, interpret=True),
-        "tpu": TpuBackend(interpret=True),
-    }
+    return {"triton": TritonBackend(tuning=small, interpret=True)}
 
 
 def numerics(bench: Bench) -> None:
-    """Compare every kernel with the float32 reference, over head sizes, options and ragged lengths."""
+    """Compare the kernels that serve with numpy, then attention with the float32 reference over head sizes, options and
+    ragged lengths.
+    """
     edges = [(1, n) for n in (1, 15, 16, 17, 63, 64, 65, 300)]
     mixed = [(1, 40), (1, 129), (5, 5), (33, 70), (130, 300)]
     if bench.tiny:
         edges, mixed = [(1, 5), (1, 17)], [(1, 20), (3, 9)]
     shapes = {
         "llama": HeadSizes(2, 2, 32) if bench.tiny else HeadSizes(),
+        "gpt-oss": HeadSizes(8, 8, 64, window=128),
+        "int8": HeadSizes(pages="int8"),
         "group-1": HeadSizes(4, 1, 64),
         "group-7": HeadSizes(2, 7, 64),
         "group-8-window": HeadSizes(1, 8, 64, window=40, soft_cap=20.0),
         "head-80": HeadSizes(2, 2, 80),
         "head-96": HeadSizes(2, 1, 96),
         "head-256": HeadSizes(2, 2, 256),
-        "int8": HeadSizes(pages="int8"),
         "fp8-head-64-window": HeadSizes(2, 8, 64, window=40, pages="float8_e4m3fn"),
         "latent-128-heads": HeadSizes(1, 128, 576, values=512),
         "latent-16-heads": HeadSizes(1, 16, 576, values=512),
@@ -212,7 +242,26 @@ def numerics(bench: Bench) -> None:
     for shape, heads in list(shapes.items())[: 1 if bench.tiny else None]:
         for kind, rows in {"decode": edges, "mixed": mixed}.items():
             for name, backend in kernels(bench).items():
-                bench.cell(f"{name} {shape} {kind}", 8, functools.partial(_compare, backend, rows, heads))
+                cell, question = (
+                    functools.partial(_compare, backend, rows, heads),
+                    f"Is {name} right for {shape} heads?",
+                )
+                optional = shape not in ("llama", "gpt-oss")
+                bench.cell(f"{name} {shape} {kind}", 4, cell, answers=question, optional=optional)
+        if shape == "llama" and not bench.section.endswith("-mosaic_gpu"):
+            for case in ("matrix products", "sampler", "sums", "attention", "experts"):
+                question = f"Does what serves compute {case} as numpy does?"
+                bench.cell(f"serves {case}", 3, functools.partial(_serves, bench, case), answers=question)
+
+
+def _serves(bench: Bench, name: str) -> Row:
+    """Run a case of the check that every start makes, with what `auto` chooses on this device."""
+    mesh = make_mesh()
+    backend = XlaBackend() if bench.tiny else get_backend("auto", bench.platform)
+    cases = serving_cases(backend, mesh, jnp.dtype(DTYPE), deterministic=False, of_experts="auto")
+    chosen = [case for case in cases if case.name.startswith(name)]
+    wrong = wrong_numbers(chosen, mesh.devices[0], compiler_options(bench.platform))
+    return {"ok": bool(chosen) and not wrong, "wrong": wrong}
 
 
 def _compare(backend: Backend, rows: list[tuple[int, int]], heads: HeadSizes) -> Row:
@@ -376,6 +425,7 @@ def _time_write(bench: Bench, backend: Backend, count: int, heads: HeadSizes) ->
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "versions": versions,
     "ceilings": ceilings,
     "numerics": numerics,
     "attention": attention,

@@ -6,23 +6,21 @@ engine's compiled program on a state in which every row has a given context. A w
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.device_kernels import machine_of
-from jaxserve.bench.device_rows import Bench, Row
+from benchmarks.device_suite.kernels import machine_of
+from benchmarks.device_suite.models import PAGE, compile_cache, model_directory
+from benchmarks.device_suite.rows import Bench, Row
 from jaxserve.bench.offline import run_offline
-from jaxserve.bench.tokenizer_files import copy_tokenizer
 from jaxserve.bench.workload import random_workload
 from jaxserve.engine.engine import TextEngine
 from jaxserve.types.sampling import SamplingParams
@@ -55,54 +53,11 @@ WORKLOADS = (
 SMALL_POOL = Workload(5000, 128, 10_500, 90)
 SMALL_POOL_TOKENS = 20_480
 
-_LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 16384,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-_QWEN_06B = _LLAMA_8B | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "vocab_size": 151936,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-_LLAMA_3B = _LLAMA_8B | {  # for a TPU v5e, whose 16 GB do not hold 8B in bfloat16
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 24,
-    "tie_word_embeddings": True,
-}
-MODELS: dict[str, dict[str, Any]] = {"llama-8b": _LLAMA_8B, "llama-3b": _LLAMA_3B, "qwen3-0.6b": _QWEN_06B}
-_TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 8192,
-    "max_position_embeddings": 512,
-}
+
+class Started:
+    """The engine that a cell of a section starts, for the cells after it."""
+
+    engine: TextEngine
 
 
 def engine_cells(bench: Bench, model: str) -> None:
@@ -116,52 +71,55 @@ def engine_cells(bench: Bench, model: str) -> None:
     names = [*(f"decode {b} x {c}" for b, c in steps), *(f"prefill {n}" for n in prefills), *map(_name, workloads)]
     if all(bench.results.done(bench.section, name) for name in names):
         return
-    engine = start(bench, model)
-    if engine is None:
+    started = Started()
+    if not start(bench, model, started):
         return
     for rows, context in steps:
-        bench.cell(f"decode {rows} x {context}", 8, partial(_decode_step, bench, engine, rows, context))
+        bench.cell(f"decode {rows} x {context}", 8, partial(_decode_step, bench, started, rows, context))
     for tokens in prefills:
-        bench.cell(f"prefill {tokens}", 8, partial(_prefill, bench, engine, tokens))
-    _reset(engine)
+        bench.cell(f"prefill {tokens}", 8, partial(_prefill, bench, started, tokens))
     for workload in workloads:
-        bench.cell(_name(workload), workload.estimate, partial(_run_workload, engine, workload))
+        bench.cell(_name(workload), workload.estimate, partial(_run_workload, started, workload))
 
 
 def restart(bench: Bench, model: str) -> None:
     """Measure a second start, with the compile cache of the first."""
-    start(bench, model)
+    start(bench, model, Started())
 
 
 def small_pool(bench: Bench, model: str) -> None:
     """Measure more requests than the pool of pages holds at once."""
     workload = Workload(8, 8) if bench.tiny else SMALL_POOL
     if bench.wants(_name(workload), workload.estimate + 60):
-        pool = {} if bench.tiny else {"num_pages": SMALL_POOL_TOKENS // 16}
-        engine = _engine(bench, model, **pool)
-        bench.cell(_name(workload), workload.estimate, partial(_run_workload, engine, workload))
+        pool = {} if bench.tiny else {"num_pages": SMALL_POOL_TOKENS // PAGE}
+        started = Started()
+
+        def measure() -> Row:
+            """Start an engine with the pool and run the workload."""
+            started.engine = _engine(bench, model, **pool)
+            return _run_workload(started, workload)
+
+        bench.cell(_name(workload), workload.estimate + 60, measure, limit=START_LIMIT)
 
 
 def _name(workload: Workload) -> str:
     return f"{workload.count} requests of {workload.tokens}"
 
 
-def start(bench: Bench, model: str) -> TextEngine | None:
+def start(bench: Bench, model: str, started: Started) -> bool:
     """Start an engine and record a row: cold start if the compile cache was empty, else warm start.
 
-    If the attention backend of this platform fails, try XLA's. Returns None if no engine starts.
+    If the attention backend of this platform fails, try XLA's. Returns whether an engine started.
     """
-    cache = _compile_cache(bench, model)
+    cache = compile_cache(bench, model)
     name = "warm start" if cache.exists() and any(cache.iterdir()) else "cold start"
-    engines: list[TextEngine] = []
 
     def measure(attention: str) -> Row:
         """Start the engine with an attention backend."""
-        started = time.perf_counter()
-        engine = _engine(bench, model, attention=attention)
-        engines.append(engine)
+        began = time.perf_counter()
+        engine = started.engine = _engine(bench, model, attention=attention)
         return {
-            "seconds": time.perf_counter() - started,
+            "seconds": time.perf_counter() - began,
             "phases": engine.info.seconds,
             "programs": engine.info.num_programs,
             "attention": engine.info.attention,
@@ -169,9 +127,10 @@ def start(bench: Bench, model: str) -> TextEngine | None:
             "dtype": engine.info.dtype,
         }
 
-    if not bench.again(name, 40 if not bench.tiny else 0, partial(measure, "auto"), limit=START_LIMIT):
-        bench.again(f"{name} on xla", 40, partial(measure, "xla"), limit=START_LIMIT)
-    return engines[0] if engines else None
+    estimate = 0 if bench.tiny else 40
+    if bench.again(name, estimate, partial(measure, "auto"), limit=START_LIMIT):
+        return True
+    return bench.again(f"{name} on xla", estimate, partial(measure, "xla"), limit=START_LIMIT)
 
 
 def _engine(bench: Bench, model: str, **keys: Any) -> TextEngine:
@@ -179,32 +138,18 @@ def _engine(bench: Bench, model: str, **keys: Any) -> TextEngine:
     limits: dict[str, Any] = {"max_model_len": 16384, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
     if bench.tiny:
         limits = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_pages": 32}
-    cache = _compile_cache(bench, model)
+    cache = compile_cache(bench, model)
     cache.mkdir(parents=True, exist_ok=True)
-    keys = {"load_format": "random", "page_size": 16, "compile_cache": cache} | limits | keys
+    keys = {"load_format": "random", "page_size": PAGE, "compile_cache": cache} | limits | keys
     return TextEngine(str(model_directory(bench, model)), **keys)
-
-
-def _compile_cache(bench: Bench, model: str) -> Path:
-    return bench.options.work / f"xla-{model}"
-
-
-def model_directory(bench: Bench, model: str) -> Path:
-    """Make a model directory without weights: config.json and the demo model's tokenizer."""
-    directory = bench.options.work / model
-    directory.mkdir(parents=True, exist_ok=True)
-    config = MODELS[model] | (_TINY if bench.tiny else {"dtype": "bfloat16"})
-    (directory / "config.json").write_text(json.dumps(config))
-    copy_tokenizer(directory)
-    return directory
 
 
 # --- steps
 
 
-def _decode_step(bench: Bench, engine: TextEngine, rows: int, context: int) -> Row:
+def _decode_step(bench: Bench, started: Started, rows: int, context: int) -> Row:
     """Time decode steps of `rows` rows, whose context grows from `context` by one token per step."""
-    runner = engine.runner
+    engine, runner = started.engine, started.engine.runner
     steps, runs = (2, 1) if bench.tiny else (20, 5)
     page_size = engine.info.page_size
     pages = -(-(context + steps * runs + 4) // page_size)
@@ -223,10 +168,10 @@ def _decode_step(bench: Bench, engine: TextEngine, rows: int, context: int) -> R
         runner.execute(output).result()
     seconds = []
     for _ in range(runs):
-        started = time.perf_counter()
+        began = time.perf_counter()
         handles = [runner.execute(output) for _ in range(steps)]
         handles[-1].result()
-        seconds.append((time.perf_counter() - started) / steps)
+        seconds.append((time.perf_counter() - began) / steps)
     step = statistics.median(seconds)
     floor = _step_floor(bench, engine, rows, rows * context)
     return {"ms": step * 1e3, "tok_s": rows / step, "floor_ms": floor * 1e3, "of_roofline": floor / step}
@@ -251,9 +196,9 @@ def _step_floor(bench: Bench, engine: TextEngine, tokens: int, context: int) -> 
     return machine.floor(weights, 2 * tokens * weights / itemsize) + context * kv_token / machine.bandwidth
 
 
-def _prefill(bench: Bench, engine: TextEngine, tokens: int) -> Row:
+def _prefill(bench: Bench, started: Started, tokens: int) -> Row:
     """Time one prompt in one chunk, to its first token."""
-    runner = engine.runner
+    engine, runner = started.engine, started.engine.runner
     num_pages = -(-tokens // engine.info.page_size)
     if num_pages > engine.info.num_pages or tokens > runner.buckets.max_tokens:
         return {"skipped": f"{tokens} tokens do not fit"}
@@ -265,9 +210,9 @@ def _prefill(bench: Bench, engine: TextEngine, tokens: int) -> Row:
     again = SchedulerOutput(0, [row], 0, [])
     seconds = []
     for _ in range(1 if bench.tiny else 5):
-        started = time.perf_counter()
+        began = time.perf_counter()
         runner.execute(again).result()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - began)
     chunk = statistics.median(seconds)
     config = runner.structure.config
     products = 2 * tokens * _weight_bytes(engine) / runner.leaves[0].dtype.itemsize
@@ -282,7 +227,9 @@ def _reset(engine: TextEngine) -> None:
     runner.state = jax.tree.map(jnp.zeros_like, runner.state)
 
 
-def _run_workload(engine: TextEngine, workload: Workload) -> Row:
+def _run_workload(started: Started, workload: Workload) -> Row:
+    engine = started.engine
+    _reset(engine)
     requests = random_workload(workload.count, input_len=PROMPT, output_len=workload.tokens, vocab_size=1000)
     report = run_offline(engine, requests)
     row: Row = {"tok_s": report.output_rate}
