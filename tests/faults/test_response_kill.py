@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import psutil
 import pytest
@@ -223,3 +224,31 @@ def test_kills_of_engine_and_server(tmp_path: Path, lives: int, seed: int) -> No
         live(tmp_path / "store", seen, rng, engine=True)
     check_all(tmp_path / "store", seen)
     assert seen.ended and seen.accepted
+
+
+def turn_of_a_thread(client: Any, thread: dict[str, str], text: str, *, stream: bool) -> tuple[str, int]:
+    """The id of a reply whose end was read, and how many tokens its prompt had."""
+    messages = [{"role": "user", "content": text}]
+    keys = {"model": "demo", "max_tokens": 6, "messages": messages, "thread": thread}
+    if not stream:
+        reply = client.beta.messages.create(**keys)
+        usage = reply.usage
+    else:
+        events = client.beta.messages.create(stream=True, **keys)
+        reply = next(events).message
+        usage = next(event for event in events if event.type == "message_delta").usage
+    return reply.id, usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_thread_of_messages_outlives_a_kill_after_every_turn(tmp_path: Path) -> None:
+    """The server is killed as soon as a client has read the end of a reply; the next server continues it."""
+    thread, lengths = {"type": "create"}, [0]
+    for turn in range(3):
+        with serving(tmp_path / "store") as server:
+            url = str(server.client.base_url).removesuffix("/v1/")
+            with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0, timeout=LAST_RESORT) as client:
+                reply_id, length = turn_of_a_thread(client, thread, f"turn {turn}", stream=turn != 1)
+                server.kill()
+        thread = {"type": "continue", "previous_message_id": reply_id}
+        lengths.append(length)
+    assert lengths == sorted(set(lengths)), "a turn is lost"

@@ -21,7 +21,7 @@ from jaxserve.config import Config
 from jaxserve.library.serving import RunningServer, launch_server
 from jaxserve.types.sampling import SamplingParams
 from tests.fakes import alone
-from tests.faults.fake_engine import SEGFAULT
+from tests.faults.fake_engine import CONFIG, SEGFAULT
 from tests.waiting import LAST_RESORT, wait_until
 
 ENGINE = "tests.faults.fake_engine"
@@ -262,6 +262,29 @@ def test_responses_are_continued_by_any_worker(server: RunningServer) -> None:
         with http.stream("POST", "/v1/responses", json={"model": "demo", "input": "hello", "stream": True}) as streamed:
             events = [line for line in streamed.iter_lines() if line.startswith("event: ")]
         assert events[0] == "event: response.created" and events[-1].endswith(("completed", "incomplete"))
+
+
+def test_threads_of_messages_are_continued_by_any_worker(server: RunningServer) -> None:
+    """Each turn finds the pages of the turns before in the prefix cache."""
+    before, prompt, thread = metrics(server), 0, {"type": "create"}
+    with client(server) as http:
+        for turn in range(6):
+            messages = [{"role": "user", "content": f"This is turn {turn} of a thread, which any worker may answer."}]
+            body = {"model": "demo", "messages": messages, "max_tokens": 8, "thread": thread}
+            counted = http.post("/v1/messages/count_tokens", json=body).json()
+            answer = http.post("/v1/messages", json=body)
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            read = usage["cache_read_input_tokens"]
+            found = usage["input_tokens"] + usage["cache_creation_input_tokens"] + read
+            assert counted == {"input_tokens": found} and found > prompt
+            assert read >= prompt - CONFIG.page_size, "the prefix is computed again"
+            prompt, thread = found, {"type": "continue", "previous_message_id": answer.json()["id"]}
+    with client(server, "narrow-key") as http:
+        answer = http.post("/v1/messages", json=body | {"thread": thread})
+        assert (answer.status_code, answer.json()["error"]["details"]) == (404, {"error_code": "thread_not_found"})
+    name = 'jaxserve:http_responses_total{method="POST",status="200"}'
+    assert metrics(server)[name] - before.get(name, 0) == 12  # each is counted once
 
 
 def test_a_session_is_continued_by_any_worker(server: RunningServer) -> None:
