@@ -21,6 +21,7 @@ AGENTS = ("use_aider.py", "use_claude-code.mjs", "use_codex.mjs", "use_continue.
 # of clients that have another name in the table
 NPM_NAMES = {
     "ai-sdk-openai": "@ai-sdk/openai",
+    "anthropic-ai-sdk": "@anthropic-ai/sdk",
     "claude-code": "@anthropic-ai/claude-code",
     "codex": "@openai/codex",
     "continue": "@continuedev/cli",
