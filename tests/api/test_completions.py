@@ -3,6 +3,13 @@
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
+
+from jaxserve.api.respond.logprobs import CompletionLogprobs
+from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.text.tokenizer import Tokenizer
 
 from .conftest import LiveServer, reply_with
 
@@ -132,3 +139,38 @@ def test_a_stream_has_what_is_asked_about_the_prompt_before_the_first_text(
     assert "".join(choice.text for choice in choices) == "\U0001f99c!" and choices[0].text == ""
     found = (choices[0].model_extra or {}).get(field.removeprefix("return_"))
     assert found is not None and len(found) == 3
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", " two spaces", "a", "日本 is far"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_offsets_with_sentencepiece_point_into_the_text(text: str, begins: bool) -> None:
+    """Of an echoed prompt the text lacks the space that its first token carries, behind BOS too."""
+    vocabulary = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        *map(chr, range(33, 127)),
+        "▁a",
+        "▁i",
+    ]
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    merges = [("▁", "a"), ("▁", "i")]
+    backend = Backend(BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = Tokenizer(backend)
+    token_ids = [ids["<s>"]] * begins + tokenizer.encode(text)
+    drops = tokenizer.strips_first_space
+    hidden = tokenizer.special_ids
+    arrays = CompletionLogprobs(0, TokenTexts(tokenizer), hidden, False, drops_space=drops)
+    offsets = arrays.take([None] * len(token_ids), token_ids)["text_offset"]
+    shown = [i for i, token_id in enumerate(token_ids) if token_id not in hidden]
+    ends = [*offsets[1:], len(text)]
+    for place in shown:
+        piece = tokenizer.token_bytes(token_ids[place]).decode("utf-8", "ignore")
+        if piece.strip():
+            assert text[offsets[place] : ends[place]] == (piece.lstrip() if place == shown[0] else piece)

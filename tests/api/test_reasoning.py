@@ -30,13 +30,23 @@ def test_reasoning(server: LiveServer, client: Any) -> None:
     assert [piece.reasoning_content for piece in pieces] == ["Two and two\nis four."]
 
 
-def test_reasoning_then_a_call_with_logprobs(server: LiveServer, client: Any) -> None:
-    reply_with(server, f"<think>hm</think>{CALL}")
-    whole, chunks = both(client, tools=[WEATHER], logprobs=True, n=2)
-    message = whole.choices[1].message
-    assert message.reasoning_content == "hm" and len(message.tool_calls) == 1
-    entries = whole.choices[1].logprobs.content
-    assert len(entries) == whole.usage.completion_tokens / 2
+@pytest.mark.parametrize("text, content", [
+    (f"<think>hm</think>{CALL}", None),
+    ("<think>hm</think>It is naïve: 👩‍👩‍👧 日本 < 4.", "It is naïve: 👩‍👩‍👧 日本 < 4."),
+    ("It is 4.", "It is 4."),
+    ("日本 👩‍👩‍👧", "日本 👩‍👩‍👧"),
+    (f"I look.{CALL}", "I look."),
+    ("<think>hm</think>First.END of it", "First."),
+])  # fmt: skip
+def test_log_probabilities_join_to_the_content(server: LiveServer, client: Any, text: str, content: str | None) -> None:
+    """Reasoning, tags, calls, the end token and a stop string have none."""
+    reply_with(server, text)
+    whole, chunks = both(client, tools=[WEATHER], logprobs=True, n=2, stop=["END"])
+    choice = whole.choices[1]
+    assert choice.message.content == content
+    entries = choice.logprobs.content if choice.logprobs else []
+    joined = b"".join(bytes(entry.bytes) for entry in entries).decode()
+    assert joined == (content or "")
     streamed = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == 1 and c.choices[0].logprobs]
     assert [entry for part in streamed for entry in part.logprobs.content] == entries
 

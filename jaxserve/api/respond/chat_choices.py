@@ -5,6 +5,7 @@ One function makes the deltas. An unstreamed answer joins those deltas, so both 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,9 @@ class _Choice:
     custom: set[int] = field(default_factory=set)  # indices of the calls of custom tools
     arguments: list[str] = field(default_factory=list)  # texts of the last call
     held_reasoning: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that no chunk has carried yet
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of content tokens that no chunk has carried yet
+    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens without an event since content
+    in_content: bool = True  # the last event was content; at the start it may become content
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -84,7 +87,7 @@ class ChatChoices:
             delta = {"content": event.text, **self._no_reasoning}
             chunks = [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
         else:
-            self._collect(choice, output)
+            self._collect(choice, events, output)
             chunks = self._deltas(choice, events)
         return chunks + self._last(choice, output) if turn.ended else chunks
 
@@ -108,14 +111,40 @@ class ChatChoices:
             found["prompt_text"] = self._plan.prompt_text
         return found
 
-    def _collect(self, choice: _Choice, output: RequestOutput) -> None:
+    def _collect(self, choice: _Choice, events: list[Event], output: RequestOutput) -> None:
         """Keep what the next chunk shows beside its delta."""
         if self._extra_fields.wanted:
             self._extra_fields.note(0, output)
         if self._output.logprobs is not None:
-            choice.logprobs += output.logprobs or ()
+            self._collect_logprobs(choice, events, output)
         if self._output.token_ids:
             choice.token_ids += output.token_ids
+
+    def _collect_logprobs(self, choice: _Choice, events: list[Event], output: RequestOutput) -> None:
+        """Keep the entries of the content's tokens: their texts join to it, as far as tokens end where it does."""
+        was_content, has_content = choice.in_content, False
+        for event in events:
+            if isinstance(event, ContentDelta):
+                choice.in_content = has_content = True
+            elif isinstance(event, ReasoningDelta | ToolCallStart):
+                choice.in_content = False
+        entries = list(output.logprobs or ())
+        if isinstance(output.matched_stop, int) and not self._plan.prompt.params.include_stop_str_in_output:
+            entries = entries[:-1]  # the token that ended the output is not in its text
+        pending = choice.pending_logprobs if was_content else []
+        if has_content:
+            if isinstance(output.matched_stop, str):  # tokens of the stop string are among them
+                size = sum(len(event.text.encode()) for event in events if isinstance(event, ContentDelta))
+                entries, pending = self._within(size, pending + entries), []
+            choice.logprobs += pending + entries
+            choice.pending_logprobs = []
+        else:
+            choice.pending_logprobs = pending + entries if choice.in_content else []
+
+    def _within(self, size: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Return the first entries, whose tokens have at most `size` bytes together."""
+        ends = itertools.accumulate(len(self._texts.bytes(entry.token_id)) for entry in entries)
+        return [entry for entry, end in zip(entries, ends, strict=True) if end <= size]
 
     def _deltas(self, choice: _Choice, events: list[Event]) -> list[Chunk]:
         chunks: list[Chunk] = []

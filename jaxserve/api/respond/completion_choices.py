@@ -5,6 +5,7 @@ One function makes the deltas. An unstreamed answer joins those deltas, so both 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ class CompletionChoices:
         self._prompt_texts = prompt_texts
         self._texts = state.token_texts
         self._hidden = state.engine.tokenizer.special_ids if options.hides_special else frozenset[int]()
+        self._tokenizer = state.engine.tokenizer
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
         extras, request_id = self._output.extras, generation.options.request_id
@@ -59,7 +61,12 @@ class CompletionChoices:
         if index not in self._logprobs:
             watched = prompt.params.extras.logprob_token_ids
             self._logprobs[index] = CompletionLogprobs(
-                shown.logprobs or 0, self._texts, self._hidden, shown.tokens_as_ids, watched
+                shown.logprobs or 0,
+                self._texts,
+                self._hidden,
+                shown.tokens_as_ids,
+                watched,
+                drops_space=self._drops_space(prompt.prompt_token_ids),
             )
         entries = [] if scoring else list(output.logprobs or ())
         token_ids = [] if scoring else output.token_ids
@@ -67,6 +74,11 @@ class CompletionChoices:
             entries = [*map(_without_watched, output.prompt_logprobs or ()), *entries]
             token_ids = [*prompt.prompt_token_ids, *token_ids]
         return self._logprobs[index].take(entries, token_ids)
+
+    def _drops_space(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether the choice's text lacks the space of its first token, which begins a sentencepiece text."""
+        begins = self._options.echo or all(i in self._tokenizer.special_ids for i in prompt_token_ids)
+        return begins and self._tokenizer.strips_first_space and self._tokenizer.decoder_kind == "byte_fallback"
 
     def _finish(self, number: int, output: RequestOutput) -> dict[str, Any]:
         if self._options.scoring and output.finish_reason is not FinishReason.ABORT:

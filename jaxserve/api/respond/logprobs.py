@@ -53,12 +53,21 @@ class CompletionLogprobs:
     """The parallel arrays of completions, delta by delta; offsets count characters of the choice's text."""
 
     def __init__(
-        self, top: int, texts: TokenTexts, hidden: frozenset[int], as_ids: bool, watched: Sequence[int] = ()
+        self,
+        top: int,
+        texts: TokenTexts,
+        hidden: frozenset[int],
+        as_ids: bool,
+        watched: Sequence[int] = (),
+        *,
+        drops_space: bool = False,
     ) -> None:
+        """hidden: special tokens that are omitted from the text. drops_space: the text lacks its first token's space"""
+        self._drops_space = drops_space
         self._top = top
         self._watched = watched
         self._texts = texts
-        self._hidden = hidden  # special tokens that are omitted from the text
+        self._hidden = hidden
         self._as_ids = as_ids
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -83,7 +92,9 @@ class CompletionLogprobs:
     def _next_offset(self, token_id: int) -> int:
         offset = self._offset
         if token_id not in self._hidden:
-            self._offset += len(self._decoder.decode(self._texts_bytes(token_id)))
+            text = self._decoder.decode(self._texts_bytes(token_id))
+            self._offset += len(text.removeprefix(" ") if self._drops_space else text)
+            self._drops_space = False
         return offset
 
     def _texts_bytes(self, token_id: int) -> bytes:
