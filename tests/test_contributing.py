@@ -37,7 +37,7 @@ print(config.qk_norm, "model.layers.2.self_attn.q_norm.weight" in names)
 
 FORMAT_IMPORTS = """
 from jaxserve.text.tools.format import CallFormat, JsonCall, ToolFormat
-from jaxserve.text.tools.json_tags import HermesParser
+from jaxserve.text.tools.json_tags import JsonTagParser
 """
 USE_FORMAT = """
 import sys

@@ -63,11 +63,15 @@ class LarkWriter:
         """Match a JSON value. exact: as in `json_schema_part`"""
         return self.rule(json_schema_part(schema, exact=exact))
 
-    def text_until(self, end: str) -> str:
-        """Match any text up to and including the first `end`."""
+    def text_until(self, end: str, *, without: str = "") -> str:
+        """Match any text up to and including the first `end`. without: a regex that matches nowhere in the text"""
         if self.is_special(end):
             return f"{self.text()} {self.literal(end)}"
-        return self.rule(f"{ANY_TEXT} {self.literal(end)}", lazy=True)
+        text = ANY_TEXT
+        if without:
+            pattern = without.replace("/", r"\/")
+            text = self.rule(f"{ANY_TEXT} & ~/(.|\\n)*({pattern})(.|\\n)*/", terminal=True)
+        return self.rule(f"{text} {self.literal(end)}", lazy=True)
 
     def matching_until(self, regex: str, end: str, without: Sequence[str]) -> str:
         """Match a text that matches `regex` and contains none of `without`, and then `end`."""

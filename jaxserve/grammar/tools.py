@@ -280,19 +280,23 @@ def _tagged_call(call: TaggedCall, writer: LarkWriter, tool: GrammarTool, skip: 
         opening = call.before.replace("KEY", name).replace("TEXT", json.dumps(is_text(schema)))
         parameter = _custom_input(writer, tool, opening, call.after, ends)
         if parameter is None:
-            value = _value(writer, schema, call.after, ends, exact=tool.is_exact)
+            value = _value(writer, call, schema, ends, exact=tool.is_exact)
             parameter = writer.rule(f"{writer.literal(opening)} {value}")
         parts.append(parameter if required else f"{parameter}?")
     return writer.rule(" ".join([*parts, writer.literal(call.tail)]))
 
 
-def _value(writer: LarkWriter, schema: Any, after: str, ends: Sequence[str], *, exact: bool) -> str:
-    """Match one value and `after`: strings are written without quotes, anything else as JSON. ends: as in TaggedCall"""
+def _value(writer: LarkWriter, call: TaggedCall, schema: Any, ends: Sequence[str], *, exact: bool) -> str:
+    """Match one value and what closes it: strings are written without quotes, anything else as JSON.
+
+    A text that the parser may read as more than one value cannot be written. ends: as in TaggedCall
+    """
+    after = call.after
     if not is_text(schema):
         return f"{writer.schema(schema, exact=exact)} {writer.literal(after)}"
     texts = texts_of(schema, exact=exact)
     if texts is None:
-        return writer.text_until(after)
+        return writer.text_until(after, without=call.closed_by)
     values = [writer.literal(text) or '""' for text in texts if not any(end.strip() in text for end in ends)]
     if not values:
         raise InvalidSchemaError("no value of a text parameter can be written in this model's format", param="tools")

@@ -23,6 +23,16 @@ MAX_JSON_DEPTH = 256
 _SPACE = re.compile(r"\s*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _JSON_OUTSIDE = re.compile(r"[\s\w.+\-:,]*")  # what may stand between strings and brackets
+_LAST_WORD = re.compile(r"[A-Za-z_]\w*\Z")
+_PYTHON_WORD = re.compile(r"\b(True|False|None)\b")
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_IN_PYTHON_STRING = re.compile(r"[^'\\]*")
+_PYTHON_PART = re.compile(r"\\.|\"", re.DOTALL)
+_PYTHON_ESCAPES = {'"': r"\"", r"\'": "'", r"\x": r"\u00", r"\0": r"\u0000"}
+_JSON_ESCAPES = frozenset('"\\/bfnrtu')
+_MARKS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\]]', re.DOTALL)
+_MAX_WORD = 6  # a longer one is none of _JSON_WORDS
+MAX_LAYOUT_CHARS = 64  # white space between two tags of a call
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SCALAR = re.compile(r"[\w.+\-]*")
 
@@ -34,11 +44,26 @@ class TextReader:
         self._text = ""
         self._at = 0
         self._read: list[str] | None = None
+        self._holds: list[int] = []  # places to which `ahead` goes back
         self.closed = False
 
     def push(self, delta: str) -> None:
-        self._text = self._text[self._at :] + delta
-        self._at = 0
+        start = self._holds[0] if self._holds else self._at
+        self._text = self._text[start:] + delta
+        self._at -= start
+        self._holds = [place - start for place in self._holds]
+
+    def ahead(self, look: Reading[T]) -> Reading[T]:
+        """Return what `look` reads, and take nothing. It reads a bounded text, which stays in memory meanwhile."""
+        read, self._read = self._read, None
+        self._holds.append(self._at)
+        found = yield from look
+        self._at, self._read = self._holds.pop(), read
+        return found
+
+    def put_back(self, text: str) -> None:
+        """Make `text`, which was taken, come next again."""
+        self._text, self._at = text + self._text[self._at :], 0
 
     def mark(self, first: str = "") -> None:
         """Begin to remember, as if `first` had been read."""
@@ -99,6 +124,12 @@ class TextReader:
             if not self._exhausted:
                 break
         return taken
+
+    def layout(self) -> Reading[None]:
+        """Take at most MAX_LAYOUT_CHARS blanks and line breaks."""
+        for _ in range(MAX_LAYOUT_CHARS):
+            if not (yield from self.accept(" ", "\n", "\t", "\r")):
+                return
 
     def accept(self, *options: str, drop_partial: bool = False) -> Reading[str]:
         """Take the longest of `options` that comes next and return it; "" if none does.
@@ -167,7 +198,7 @@ class TextReader:
     def json_string(self) -> Reading[str | None]:
         """Take a JSON string and return its value; None (with text taken) if there is none."""
         pieces: list[str] = []
-        whole = yield from self.copy_json(pieces.append, limit=MAX_HEAD_CHARS, kinds='"')
+        whole = yield from self.copy_json(pieces.append, limit=MAX_HEAD_CHARS, kinds="\"'")
         return decode_json_string("".join(pieces)) if whole else None
 
     def json_text(self) -> Reading[str | None]:
@@ -179,36 +210,42 @@ class TextReader:
     def copy_json(self, sink: Sink, *, limit: int | None = None, kinds: str = "") -> Reading[bool]:
         """Pass the text of one JSON value to `sink` as it arrives. Brackets and strings are followed, names and
         numbers are not checked. Returns False if the text ends, or if a character is not JSON (it is not taken).
-        Models write line breaks into strings as they are; `sink` gets them escaped.
+        Models write line breaks into strings as they are, and values as in Python: `sink` gets JSON of them.
 
         kinds: first characters that are allowed ("": any)
         """
         first = yield from self.peek()
         if not first or (kinds and first not in kinds):
             return False
-        if first == '"':
+        if first in "\"'":
             return (yield from self._copy_string(sink, limit))
         if first in "{[":
             return (yield from self._copy_nested(sink))
         return (yield from self._copy_scalar(sink))
 
     def _copy_scalar(self, sink: Sink) -> Reading[bool]:
-        size = 0
+        size, pieces = 0, list[str]()
         while (yield from self.more()):
             match = _SCALAR.match(self._text, self._at)
             piece = self._take(match.end() if match else self._at)
             size += len(piece)
-            if piece:
-                sink(piece)
+            pieces.append(piece)
             if not self._exhausted:
-                return size > 0
-        return False
+                break
+        text = "".join(pieces)
+        if text:
+            sink(_JSON_WORDS.get(text, text))
+        return size > 0 and not self._exhausted
 
     def _copy_string(self, sink: Sink, limit: int | None = None) -> Reading[bool]:
-        sink(self._take(self._at + 1))
+        """Copy a string of JSON, or of Python in single quotes, as one of JSON."""
+        quote = self._text[self._at]
+        inside, convert = (_IN_STRING, _escaped) if quote == '"' else (_IN_PYTHON_STRING, _python_escaped)
+        self._take(self._at + 1)
+        sink('"')
         size = 0
         while (yield from self.more()):
-            match = _IN_STRING.match(self._text, self._at)
+            match = inside.match(self._text, self._at)
             end = match.end() if match else self._at
             size += end - self._at
             if limit is not None and size > limit:
@@ -216,19 +253,21 @@ class TextReader:
             char = self._text[end : end + 1]
             if char == "\\" and end + 1 >= len(self._text) and not self.closed:
                 if end > self._at:
-                    sink(_escaped(self._take(end)))
+                    sink(convert(self._take(end)))
                 yield  # the character after the backslash decides
                 continue
-            sink(_escaped(self._take(min(end + (2 if char == "\\" else 1), len(self._text)))))
-            if char == '"':
+            if char == quote:
+                sink(convert(self._take(end)) + '"')
+                self._take(end + 1)
                 return True
+            sink(convert(self._take(min(end + (2 if char == "\\" else 0), len(self._text)))))
         return False
 
     def _copy_nested(self, sink: Sink) -> Reading[bool]:
         stack: list[str] = []
         while (yield from self.more()):
             char = self._text[self._at]
-            if char == '"':
+            if char in "\"'":
                 if not (yield from self._copy_string(sink)):
                     return False
             elif char in "{[":
@@ -246,7 +285,14 @@ class TextReader:
                 match = _JSON_OUTSIDE.match(self._text, self._at)
                 if match is None or match.end() == self._at:
                     return False
-                sink(self._take(match.end()))
+                end = match.end()
+                if end == len(self._text) and (word := _LAST_WORD.search(self._text, max(self._at, end - _MAX_WORD))):
+                    if not self.closed and word.end() - word.start() < _MAX_WORD:
+                        if word.start() > self._at:
+                            sink(_json_words(self._take(word.start())))
+                        yield  # the word may go on
+                        continue
+                sink(_json_words(self._take(end)))
         return False
 
 
@@ -267,6 +313,41 @@ def _open_suffix(text: str, start: int, markers: Sequence[str]) -> int:
 
 def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
+
+
+def _json_words(text: str) -> str:
+    return _PYTHON_WORD.sub(lambda match: _JSON_WORDS[match[0]], text)
+
+
+def _python_escaped(text: str) -> str:
+    """Return a part of a Python string in single quotes, cut at no escape, as a part of a JSON string."""
+    return _escaped(_PYTHON_PART.sub(_json_escape, text))
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    text = match[0]
+    if text in _PYTHON_ESCAPES:
+        return _PYTHON_ESCAPES[text]
+    return text if text[1:] in _JSON_ESCAPES else "\\" + text
+
+
+def json_rest(text: str) -> str | None:
+    """Return the quote and brackets that complete a JSON value which breaks off; None if more is missing."""
+    stack: list[str] = []
+    quote = ""
+    for match in _MARKS.finditer(text):
+        if match[0][0] == '"':
+            quote = "" if match[1] else '"'
+        elif match[0] in "{[":
+            stack.append("}" if match[0] == "{" else "]")
+        elif stack:
+            stack.pop()
+    rest = quote + "".join(reversed(stack))
+    try:
+        json.loads(text + rest)
+    except (ValueError, RecursionError):
+        return None
+    return rest
 
 
 def decode_json_string(text: str) -> str | None:

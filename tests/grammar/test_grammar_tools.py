@@ -308,6 +308,39 @@ def test_a_text_between_tags_never_holds_the_closing_tag(factory: MatcherFactory
             assert feed(matcher, tokenizer, head % tool.name + tail) is good
 
 
+PAIR = GrammarTool("pair", {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
+                            "required": ["a"]}, strict=True)  # fmt: skip
+ONE_TEXT = {
+    "qwen3_coder": "<tool_call>\n<function=pair>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>pair\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="pair">\n'
+    '<｜DSML｜parameter name="a" string="true">%s</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+}
+DSML_B = '<｜DSML｜parameter name="b" string="true">'
+
+
+@pytest.mark.parametrize("name, text, allowed", [
+    ("qwen3_coder", "x</parameter>y", True), ("qwen3_coder", "x\n</function>\ny", True),
+    ("qwen3_coder", "</parameter>", True), ("qwen3_coder", "<parameter=b>y", True),
+    ("qwen3_coder", "x\n<parameter=b>\ny", False), ("qwen3_coder", "x\n</function>\n</tool_call>", False),
+    ("qwen3_coder", "x</parameter><parameter=b>\ny", False), ("qwen3_coder", "x</parameter></tool_call>y", False),
+    ("qwen3_coder", "x</parameter> \n </function></tool_call>y", False),
+    ("glm45", "x</arg_value>y", True), ("glm45", "<arg_key>b</arg_key><arg_value>", True),
+    ("glm45", "x</arg_value><arg_key>b</arg_key><arg_value>y", False), ("glm45", "x</arg_value></tool_call>y", False),
+    ("deepseek_v32", "x</｜DSML｜parameter>y", True), ("deepseek_v32", f"x</｜DSML｜parameter>{DSML_B}y", False),
+    ("deepseek_v32", "x</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>y", False),
+])  # fmt: skip
+def test_required_calls_hold_no_text_that_has_two_readings(
+    factory: MatcherFactory, tokenizer: Tokenizer, name: str, text: str, allowed: bool
+) -> None:
+    call = ONE_TEXT[name] % text
+    assert feed(grammar(factory, tokenizer, name, [PAIR], required=True), tokenizer, call) is allowed
+    if allowed:
+        tools = ToolSet({"pair": PAIR.arguments_schema})
+        (found,) = parse_whole(PARSERS[name](tools), call).tool_calls
+        assert json.loads(found.arguments) == {"a": text}
+
+
 def test_text_parameters_that_cannot_be_bound_are_refused() -> None:
     tool = GrammarTool("f", {"properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
     with pytest.raises(InvalidSchemaError, match="pattern"):

@@ -5,9 +5,11 @@ import json
 import orjson
 import pytest
 
-from jaxserve.text.events import ToolCallDelta
+from jaxserve.text.events import ToolCallDelta, ToolCallStart
+from jaxserve.text.output.output_parser import ParserChoice
 from jaxserve.text.tools import ToolSet
 from jaxserve.text.tools.registry import TOOL_FORMATS
+from tests.text.whole_outputs import ParsedOutput
 
 TOOLS = ToolSet({"f": {"type": "object", "properties": {"x": {"type": "array"}}}}, custom=("note",))
 
@@ -53,3 +55,191 @@ def arguments_of(family: str, text: str, size: int) -> str:
     parser = TOOL_FORMATS[family].parser(TOOLS)
     events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
     return "".join(event.text for event in events + parser.finish() if isinstance(event, ToolCallDelta))
+
+
+WRITE = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "content": {"type": "string"},
+        "n": {"type": "integer"},
+        "tags": {"type": "array"},
+        "options": {"type": "object"},
+    },
+    "required": ["path"],
+}
+WRITE_TOOLS = ToolSet({"write": WRITE, "now": {"type": "object", "properties": {}}})
+QWEN = "<tool_call>\n<function=write>\n%s\n</function>\n</tool_call>"
+GLM = "<tool_call>write%s</tool_call>"
+DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="write">\n%s\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+PATH = {"path": "a"}
+
+
+def calls_of(family: str, text: str, *, whole: bool = True) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls of a text, which are the same however it is cut."""
+    found = []
+    for size in (1, 3, len(text)):
+        parser = ParserChoice(tool=family).make(tools=WRITE_TOOLS)
+        output = ParsedOutput()
+        for at in range(0, len(text), size):
+            output.add(parser.feed(text[at : at + size]))
+        output.add(parser.finish(whole=whole))
+        found.append((output.content or "", [(call.name, call.arguments) for call in output.tool_calls]))
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+@pytest.mark.parametrize("family, text", [
+    ("qwen3_coder", QWEN % '{"path": "a"}'),
+    ("hermes", QWEN % "<parameter=path>\na\n</parameter>"),
+    ("glm45", GLM % '\n{"path": "a"}\n'),
+    ("deepseek_v32", DSML % '{"path": "a"}'),
+    ("hermes", '<tool_call>{"name": "write", "path": "a"}</tool_call>'),
+    ("hermes", """<tool_call>{"name": "write", "arguments": "{'path': 'a'}"}</tool_call>"""),
+    ("hermes", "<tool_call>{'name': 'write', 'arguments': {'path': 'a'}}</tool_call>"),
+])  # fmt: skip
+def test_parameters_in_another_form_are_read(family: str, text: str) -> None:
+    content, calls = calls_of(family, text)
+    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ("", [("write", PATH)])
+
+
+@pytest.mark.parametrize("family, text", [
+    ("qwen3_coder", QWEN % "path: a"),
+    ("qwen3_coder", QWEN % '{"path": a}'),
+    ("qwen3_coder", QWEN % "<path>a</path>"),
+    ("glm45", GLM % "\n<arg_value>a</arg_value>\n"),
+    ("glm45", GLM % "(path=a)"),
+    ("deepseek_v32", DSML % "<path>a</path>"),
+    ("hermes", '<tool_call>{"name": "write", "arguments": "a"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "write", "arguments": a}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "write", path: a}</tool_call>'),
+    ("mistral", '[TOOL_CALLS][{"name": "write", "arguments": [1]}]'),
+])  # fmt: skip
+def test_a_call_whose_parameters_cannot_be_read_is_text(family: str, text: str) -> None:
+    assert calls_of(family, text) == (text, [])
+
+
+@pytest.mark.parametrize("family, text", [
+    ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=path>\na"),
+    ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>"),
+    ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=path>\na\n</function>"),
+    ("glm45", "<tool_call>write<arg_key>path</arg_key><arg_value>a"),
+    ("glm45", "<tool_call>write<arg_key>path</arg_key><arg_value>a</tool_call>"),
+    ("glm45", "<tool_call>write<arg_key>path</arg_key><arg_value>a</arg_value>"),
+    ("deepseek_v32", DSML[: DSML.index("%")] + '<｜DSML｜parameter name="path" string="true">a'),
+    ("hermes", '<tool_call>{"name": "write", "arguments": {"path": "a"'),
+    ("mistral", '[TOOL_CALLS]write[ARGS]{"path": "a"'),
+    ("kimi_k2", '<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{"path": "a"'),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>write<｜tool▁sep｜>{"path": "a"'),
+    ("llama3_json", '{"name": "write", "parameters": {"path": "a"'),
+    ("pythonic", "[write(path='a'"),
+    ("harmony", '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"path": "a"'),
+])  # fmt: skip
+def test_what_the_model_left_open_at_its_own_end_is_closed(family: str, text: str) -> None:
+    _, calls = calls_of(family, text)
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("write", PATH)]
+    closed = text.endswith(("</function>", "</tool_call>"))
+    for _, arguments in calls_of(family, text, whole=False)[1]:  # one that was cut by its length stays open
+        assert arguments.endswith("}") is closed
+
+
+@pytest.mark.parametrize("value, key, expected", [
+    ("['x', None, (1, True)]", "tags", ["x", None, [1, True]]), ("{'a': True}", "options", {"a": True}),
+    ("{'it\\'s': \"q\"}", "options", {"it's": "q"}), ("['x'", "tags", "['x'"), ("['x']", "path", "['x']"),
+])  # fmt: skip
+@pytest.mark.parametrize("family, call", [
+    ("qwen3_coder", QWEN % "<parameter=KEY>\nVALUE\n</parameter>"),
+    ("glm45", GLM % "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"),
+    ("deepseek_v32", DSML % '<｜DSML｜parameter name="KEY" string="false">VALUE</｜DSML｜parameter>'),
+])  # fmt: skip
+def test_python_literals_are_read_where_a_list_or_an_object_is_wanted(
+    family: str, call: str, value: str, key: str, expected: object
+) -> None:
+    _, calls = calls_of(family, call.replace("KEY", key).replace("VALUE", value))
+    assert json.loads(calls[0][1]) == {key: expected}
+
+
+@pytest.mark.parametrize("call", [
+    '<tool_call>{"name": "write", "arguments": ARGUMENTS}</tool_call>', "[TOOL_CALLS]write[ARGS]ARGUMENTS",
+    '{"name": "write", "parameters": ARGUMENTS}',
+    "<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+    "<｜tool▁call▁begin｜>write<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+    "<|channel|>commentary to=functions.write json<|message|>ARGUMENTS<|call|>",
+])  # fmt: skip
+def test_arguments_written_as_a_python_dict_are_json(call: str) -> None:
+    families = {
+        "<tool": "hermes",
+        "[TOOL": "mistral",
+        '{"nam': "llama3_json",
+        "<|too": "kimi_k2",
+        "<｜too": "deepseek_v3",
+    }
+    written = """{'path': 'it\\'s "q"\\n', 'tags': [True, None, 'None', "x's"], 'n': 1}"""
+    _, calls = calls_of(families.get(call[:5], "harmony"), call.replace("ARGUMENTS", written))
+    wanted = {"path": 'it\'s "q"\n', "tags": [True, None, "None", "x's"], "n": 1}
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("write", wanted)]
+
+
+@pytest.mark.parametrize("parameters", [
+    "<arg_key>path</arg_key>a</arg_value>", "<arg_key>path</arg_key></arg_key><arg_value>a</arg_value>",
+    "<arg_key><arg_key>path</arg_key>\n<arg_value>a</arg_value>", "<arg_key>path<arg_value>a</arg_value>",
+    "path</arg_key><arg_value>a</arg_value>", " path</arg_key><arg_value>a</arg_value>",
+])  # fmt: skip
+def test_glm_leaves_out_tags_or_writes_them_twice(parameters: str) -> None:
+    second = "<arg_key>n</arg_key>1</arg_value>"
+    for text, wanted in ((parameters, PATH), (parameters + second, PATH | {"n": 1})):
+        content, calls = calls_of("glm45", GLM % text)
+        assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ("", [("write", wanted)])
+    assert calls_of("glm45", "<tool_call>now</arg_value></tool_call>") == ("", [("now", "{}")])
+
+
+WRITE_CALL = '{"name": "write", "arguments": {"path": "a"}}'
+NOW_CALL = '{"name": "now", "arguments": {}}'
+
+
+@pytest.mark.parametrize("family, text", [
+    *((family, f"<tool_call>{WRITE_CALL}{between}{NOW_CALL}{after}</tool_call>")
+      for family in ("hermes", "qwen3_coder", "glm45")
+      for between in ("", "\n", ", ", "}\n") for after in ("", "}", "\n}\n")),
+    ("hermes", f"<tool_call>[{WRITE_CALL}}}, {NOW_CALL}]</tool_call>"),
+    ("granite", f"<|tool_call|>[{WRITE_CALL}}}, {NOW_CALL}}}]"),
+    ("granite", f"<|tool_call|>{WRITE_CALL}\n{NOW_CALL}"),
+    ("internlm", f"<|action_start|><|plugin|>{WRITE_CALL}{NOW_CALL}}}<|action_end|>"),
+    ("jamba", f"<tool_calls>[{WRITE_CALL}}}{NOW_CALL}]</tool_calls>"),
+    ("phi4_mini_json", f"functools[{WRITE_CALL}}}, {NOW_CALL}]"),
+    ("mistral", f"[TOOL_CALLS]{WRITE_CALL}}}{NOW_CALL}"),
+    ("mistral", '[TOOL_CALLS]write[ARGS]{"path": "a"}}[TOOL_CALLS]now[ARGS]{}}'),
+    ("llama3_json", f"{WRITE_CALL}}}{NOW_CALL}}}"),
+    ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>write:0<|tool_call_argument_begin|>{"path": "a"}}'
+                "<|tool_call_end|><|tool_call_begin|>now:1<|tool_call_argument_begin|>{}}<|tool_call_end|>"),
+    ("deepseek_v3", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>write<｜tool▁sep｜>{"path": "a"}}<｜tool▁call▁end｜>'
+                    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+])  # fmt: skip
+def test_a_second_object_is_a_call_and_braces_too_many_are_none(family: str, text: str) -> None:
+    assert calls_of(family, text) == ("", [("write", '{"path": "a"}'), ("now", "{}")])
+
+
+@pytest.mark.parametrize("written, call_id", [
+    ("functions_write_3", "functions.write:3"), ("functionswrite5", "functions.write:5"), ("0", "functions.write:0"),
+    ("functions.write5", "functions.write:5"), ("call00003", "functions.write:0"), ("write", "write"),
+    ("functions.write:7", "functions.write:7"), ("Functions-Write-2", "functions.write:2"),
+    ("call_0123456789abcdef", "functions.write:0"), ("toolu_01234567", "functions.write:0"),
+])  # fmt: skip
+def test_kimis_ids_as_clients_change_them(written: str, call_id: str) -> None:
+    arguments = '{"path": "a"}'
+    text = f"<|tool_call_begin|>{written}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{text}<|tool_calls_section_end|>"
+    assert calls_of("kimi_k2", text) == ("", [("write", arguments)])
+    parser = ParserChoice(tool="kimi_k2").make(tools=WRITE_TOOLS)
+    assert next(event for event in parser.feed(text) if isinstance(event, ToolCallStart)).id == call_id
+    for other in ("functions.nope:0", "nope"):  # another tool's name is no counter
+        assert calls_of("kimi_k2", text.replace(written, other))[1] == []
+
+
+@pytest.mark.parametrize("family, first, second", [
+    ("qwen3_coder", "<parameter=n>\n1\n</parameter>\n", "<parameter=n>\n2\n</parameter>"),
+    ("glm45", "<arg_key>n</arg_key><arg_value>1</arg_value>", "<arg_key>n</arg_key><arg_value>2</arg_value>"),
+])  # fmt: skip
+def test_of_a_parameter_that_is_there_twice_the_first_counts(family: str, first: str, second: str) -> None:
+    text = (QWEN if family == "qwen3_coder" else GLM) % (first + second)
+    assert calls_of(family, text) == ("", [("write", '{"n": 1}')])

@@ -113,6 +113,12 @@ class HarmonyParser(ToolParser):
 
     def _call(self, name: str) -> Reading[None]:
         self.start_call(name)
+        yield from self.reader.space()
+        # a string in them may contain the marks
+        if (yield from self.reader.peek()) == "{" and (yield from self.json_arguments()):
+            yield from self.reader.until(*ENDS, START, take=False)
+            self.end_call()
+            return
         end = yield from self.reader.copy_until((*ENDS, START), self.arguments, take=False, drop_partial=True)
         self.end_call(whole=bool(end) or self.is_whole)  # <|call|> ends the output and is not part of its text
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxserve.text.events import ContentDelta, Event, ToolCallDelta, ToolCallEnd, ToolCallStart, merged
-from jaxserve.text.reader import Reading, TextReader, decode_json_string, whole_characters
+from jaxserve.text.reader import Reading, TextReader, decode_json_string, json_rest, whole_characters
 from jaxserve.text.tools.custom import InputDecoder
-from jaxserve.text.tools.schema_types import as_json, schema_types
+from jaxserve.text.tools.schema_types import as_object, schema_types
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[^\s\"'<>{}\[\]()|]{1,128}")
@@ -49,9 +49,35 @@ class ToolSet:
         if name in self.custom:
             return {"string"}
         whole = self.parameters.get(name, {})
-        properties = whole.get("properties")
-        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return schema_types(schema, whole)
+        return schema_types(self._properties(name).get(parameter), whole)
+
+    def declares(self, name: str, parameter: str) -> bool:
+        """Return whether the schema of a tool names a parameter."""
+        return parameter == "input" if name in self.custom else parameter in self._properties(name)
+
+    def allows(self, name: str, parameter: str) -> bool:
+        """Return whether a tool may have a parameter of this name."""
+        whole = self.parameters.get(name, {})
+        is_closed = name in self.custom or (whole.get("additionalProperties") is False)
+        return self.declares(name, parameter) or not is_closed or bool(whole.get("patternProperties"))
+
+    def required(self, name: str) -> list[str]:
+        """Return the parameters that a call of a tool must have."""
+        names = ["input"] if name in self.custom else self.parameters.get(name, {}).get("required")
+        return [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
+
+    def named_by(self, keys: Collection[str]) -> str | None:
+        """Return the only tool whose call may have exactly these parameters; None if there are several, or none."""
+        fitting = [
+            name
+            for name in self.names
+            if all(self.declares(name, key) for key in keys) and set(self.required(name)) <= set(keys)
+        ]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def _properties(self, name: str) -> Mapping[str, Any]:
+        properties = self.parameters.get(name, {}).get("properties")
+        return properties if isinstance(properties, Mapping) else {}
 
 
 class ToolParser(ABC):
@@ -62,8 +88,6 @@ class ToolParser(ABC):
 
     # texts that the parser must see, even if they are special tokens
     markers: ClassVar[tuple[str, ...]] = ()
-    # whether a parameter's text has a line break at each end that is not its own
-    on_own_lines: ClassVar[bool] = False
 
     def __init__(self, tools: ToolSet | None = None) -> None:
         self.tools = tools or ToolSet()
@@ -78,7 +102,7 @@ class ToolParser(ABC):
         self._input: InputDecoder | None = None
         self.has_arguments = False
         self._marked = False  # a marker of the family was read: what follows does not only look like a call
-        self._open_json = False  # the output's end cut off a JSON object before its name was known
+        self.cut_in_json = False  # the output's end cut off a JSON object before a call was started
         self._run = self._calls()
         self._done = False
 
@@ -203,25 +227,44 @@ class ToolParser(ABC):
     def _begins_call(self, text: str) -> bool:
         cut = "".join(text.split())
         names = self.tools.names or ("",)
-        if self._open_json and (self._marked or self.num_calls):
+        if self.cut_in_json and (self._marked or self.num_calls):
             return True
         return bool(cut) and any(head.replace("NAME", name).startswith(cut) for head in self.heads() for name in names)
 
     def json_arguments(self) -> Reading[bool]:
-        """Stream the arguments of the call that was started; False if they break off. A string holds JSON text."""
+        """Stream the arguments of the call that was started; False if they break off. A string holds JSON text.
+
+        What the model left open at its own end is closed.
+        """
         yield from self.reader.space()
         first = yield from self.reader.peek()
-        if first == '"':
-            literal = yield from self.reader.json_text()
-            if literal is not None:
-                self.arguments(decode_json_string(literal) or "{}")
-            return literal is not None
-        if first in ("{", "["):
-            return (yield from self.reader.copy_json(self.arguments))
-        text = yield from self.reader.json_text()
-        if text and text != "null":
-            self.arguments(text)
-        return text is not None
+        if first not in ("{", "["):
+            text = yield from self.reader.json_text()
+            value = decode_json_string(text) if text and first in ("'", '"') else text
+            if value and value != "null":
+                self.arguments(value)
+            return text is not None
+        pieces: list[str] = []
+
+        def sink(piece: str) -> None:
+            pieces.append(piece)
+            self.arguments(piece)
+
+        whole = yield from self.reader.copy_json(sink)
+        rest = None if whole or not self.ended_itself else json_rest("".join(pieces))
+        if rest is not None:
+            self.arguments(rest)
+        return whole or rest is not None
+
+    @property
+    def ended_itself(self) -> bool:
+        """Whether the text is over because the model ended it."""
+        return self.reader.ended and self.is_whole
+
+    def skip_braces(self) -> Reading[None]:
+        """Take closing braces that the model wrote too many."""
+        while (yield from self.reader.accept("}", " ", "\n", "\t", "\r")):
+            pass
 
     def json_call(self) -> Reading[bool]:
         """Read {"name": ..., "arguments": {...}} in any order of keys, also inside {"function": {...}}.
@@ -232,7 +275,29 @@ class ToolParser(ABC):
             return False
         call = _JsonCall(self)
         started = yield from call.read()
-        self._open_json = call.is_open
+        self.cut_in_json = call.is_open
+        self._marked = self._marked or (call.is_open and call.name is not None)
+        return started
+
+    def json_calls(self, *ends: str) -> Reading[bool]:
+        """Read calls one behind the other, perhaps with "," or ";" between, and one of `ends`; True if there was any.
+
+        An object behind them that is no call is content.
+        """
+        started = False
+        while (yield from self.json_call()):
+            started = True
+            self.reader.mark()
+            yield from self.reader.space()
+            yield from self.reader.accept(";", ",")
+            yield from self.reader.space()
+            if ends and ((yield from self.reader.accept(*ends, drop_partial=True)) or self.reader.ended):
+                self.reader.unmark()
+                return True
+            if (yield from self.reader.peek()) != "{":
+                break
+        if started:
+            self.give_up()
         return started
 
     def json_call_list(self) -> Reading[bool]:
@@ -252,77 +317,33 @@ class ToolParser(ABC):
                 return started
             started = True
 
-    def parameter(
-        self, name: str, key: str, end: Sequence[str], *, first: bool, text: bool | None = None, take: bool = True
-    ) -> Reading[str]:
-        """Stream one parameter given as plain text up to one of `end`, as JSON; returns the end found.
-
-        text: it is a string (None: if the tool's schema says so); others are sent whole, as JSON if they are JSON
-        """
-        types = self.tools.types(name, key)
-        self.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-        if text is None and types == {"string"}:
-            text = True
-        if text:
-            return (yield from self._text_parameter(end, take))
-        pieces: list[str] = []
-        found = yield from self.reader.copy_until(end, pieces.append, take=take, drop_partial=True)
-        if found:
-            self.arguments(as_json(self._own_text("".join(pieces)), types))
-        return found
-
-    def close_parameters(self, *, first: bool) -> bool:
-        """Close the object of the parameters. Returns False and leaves it open if the output was cut off here."""
-        if self.reader.ended:
-            return False
-        self.arguments("{}" if first else "}")
-        return True
-
-    def _text_parameter(self, end: Sequence[str], take: bool) -> Reading[str]:
-        """Stream the text as a JSON string."""
-        self.arguments('"')
-        if self.on_own_lines:
-            yield from self.reader.accept("\n")
-        held = ""
-
-        def sink(piece: str) -> None:
-            nonlocal held
-            piece = held + piece
-            held = "\n" if self.on_own_lines and piece.endswith("\n") else ""
-            piece = piece.removesuffix(held)
-            if piece:
-                self.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-
-        found = yield from self.reader.copy_until(end, sink, take=take, drop_partial=True)
-        if found:  # a text cut by the end of the output stays open
-            self.arguments('"')
-        return found
-
-    def _own_text(self, text: str) -> str:
-        """Return a parameter's text without the line breaks that are not its own."""
-        return text.removeprefix("\n").removesuffix("\n") if self.on_own_lines else text
-
 
 class _JsonCall:
-    """One call written as a JSON object whose opening brace has been read."""
+    """One call written as a JSON object whose opening brace has been read.
+
+    It is started when its arguments begin: what has a name and cannot be read further is no call.
+    """
 
     NAMES = ("name", "tool_name", "function")
     ARGUMENTS = ("arguments", "parameters", "args", "tool_input")
 
     def __init__(self, parser: ToolParser) -> None:
         self.parser, self.reader = parser, parser.reader
+        self.name: str | None = None
         self.started = False
-        self.is_open = False  # the end of the text cut it off before its name
+        self.is_open = False  # the end of the text cut it off before it was started
         self.early: str | None = None  # arguments that came before the name
+        self.others: dict[str, str] = {}  # other members, as JSON
 
     def read(self) -> Reading[bool]:
         """Read the call; return whether it was started."""
         whole = yield from self._members()
         self.is_open = not (whole or self.started) and self.reader.ended
+        if whole and self.name is not None and not self.started:
+            self._start_with_members(self.name)
         if self.started:
             self.parser.end_call(whole=whole)
-            if not whole:
-                yield from self._skip_broken()
+            yield from self.parser.skip_braces()
         return self.started
 
     def _members(self) -> Reading[bool]:
@@ -342,30 +363,47 @@ class _JsonCall:
 
     def _value(self, key: str) -> Reading[bool]:
         first = yield from self.reader.peek()
-        if key in self.NAMES and not self.started and first == '"':
+        if key in self.NAMES and self.name is None and first in ("'", '"'):
             name = yield from self.reader.json_string()
-            return name is not None and self._start(name)
+            if name is None or not self.parser.offered(name):
+                return False
+            self.name = name
+            return self.early is None or self._start(name, self.early)
         if key == "function" and first == "{" and not self.started:
             yield from self.reader.accept("{")
             return (yield from self._members())
-        if key in self.ARGUMENTS and self.started and not self.parser.has_arguments:
+        if key in self.ARGUMENTS and self.name is not None and not self.started and first == "{":
+            self.parser.start_call(self.name)
+            self.started = True
             return (yield from self.parser.json_arguments())
         text = yield from self.reader.json_text()
-        if key in self.ARGUMENTS and self.early is None:
-            self.early = text
-        return text is not None
-
-    def _start(self, name: str) -> bool:
-        if not self.parser.offered(name):
+        if text is None:
             return False
-        self.started = True
-        self.parser.start_call(name)
-        if self.early is not None:
-            value = decode_json_string(self.early) if self.early.startswith('"') else self.early
-            self.parser.arguments(value if value and value != "null" else "{}")
+        if key not in self.ARGUMENTS:
+            self.others[key] = text
+        elif self.name is not None and not self.started:
+            return self._start(self.name, text)
+        elif self.early is None:
+            self.early = text
         return True
 
-    def _skip_broken(self) -> Reading[None]:
-        """Closing braces that the model wrote too many."""
-        while (yield from self.reader.accept("}")):
-            pass
+    def _start(self, name: str, arguments: str) -> bool:
+        """Start the call with the JSON of its arguments; False, and no call, if they are neither an object nor the text
+        of one, nor a custom tool's input.
+        """
+        if arguments[:1] == '"':
+            arguments = as_object(decode_json_string(arguments) or "")
+        if not arguments or arguments == "null":
+            arguments = "{}"
+        if arguments.lstrip()[:1] != "{" and name not in self.parser.tools.custom:
+            return False
+        self.parser.start_call(name)
+        self.parser.arguments(arguments)
+        self.started = True
+        return True
+
+    def _start_with_members(self, name: str) -> None:
+        """Start a call without arguments: its other members may be the parameters."""
+        members = {key: text for key, text in self.others.items() if self.parser.tools.declares(name, key)}
+        written = (f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in members.items())
+        self._start(name, "{" + ", ".join(written) + "}")

@@ -36,6 +36,7 @@ class DeepSeekParser(ToolParser):
         fenced = yield from self.reader.accept("```json", "```", drop_partial=True)
         whole = yield from self.json_arguments()
         self.end_call(whole=whole)
+        yield from self.skip_braces()
         if whole and fenced:
             yield from self.reader.space()
             yield from self.reader.accept("```", drop_partial=True)

@@ -34,7 +34,8 @@ class TaggedCall:
 
     In the texts NAME stands for the tool's name, KEY for the parameter's, and TEXT for whether the value is a string.
 
-    ends: what ends a parameter for the parser, besides `after` without its line breaks
+    ends: what ends a parameter for the parser, besides `after` without its line breaks, if a call's structure follows
+    closed_by: a regex without anchors; texts in which it matches may be read as more than one value
     """
 
     head: str
@@ -42,6 +43,7 @@ class TaggedCall:
     after: str
     tail: str
     ends: tuple[str, ...] = ()
+    closed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

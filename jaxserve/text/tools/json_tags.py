@@ -10,42 +10,42 @@ from typing import ClassVar
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
 from jaxserve.text.tools.format import CallFormat, JsonCall, ToolFormat
+from jaxserve.text.tools.xml import ToolCallParser
 
 
-class HermesParser(ToolParser):
+class HermesParser(ToolCallParser):
     """<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, once a call."""
 
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
-    begin: ClassVar[str] = "<tool_call>"
-    end: ClassVar[str] = "</tool_call>"
+
+class JsonTagParser(ToolParser):
+    """A tag, then a call or a list of calls, and perhaps a tag at the end."""
+
+    begin: ClassVar[str]
+    end: ClassVar[str] = ""
 
     def _calls(self) -> Reading[None]:
         while (yield from self.content_until(self.begin)):
             yield from self.reader.space()
             is_list = yield from self.reader.accept("[")
-            started = yield from (self.json_call_list() if is_list else self.json_call())
-            if not started:
+            ends = (self.end,) if self.end else ()
+            if not (yield from (self.json_call_list() if is_list else self.json_calls(*ends))):
                 self.give_up()
             elif self.end:
-                yield from self._skip_to_end()
+                yield from self.reader.space()
+                yield from self.reader.accept(self.end, drop_partial=True)
 
     def heads(self) -> Iterable[str]:
         return self.begin + "{", f"{self.begin}[{{", ",{"
 
-    def _skip_to_end(self) -> Reading[None]:
-        yield from self.reader.space()
-        yield from self.reader.accept(self.end, drop_partial=True)
 
-
-class GraniteParser(HermesParser):
+class GraniteParser(JsonTagParser):
     """<|tool_call|>[{"name": "f", "arguments": {"x": 1}}, ...]"""
 
     markers = ("<|tool_call|>",)
     begin = "<|tool_call|>"
-    end = ""
 
 
-class InternLMParser(HermesParser):
+class InternLMParser(JsonTagParser):
     """<|action_start|><|plugin|>{"name": "f", "parameters": {"x": 1}}<|action_end|>"""
 
     markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
@@ -53,15 +53,14 @@ class InternLMParser(HermesParser):
     end = "<|action_end|>"
 
 
-class Phi4MiniParser(HermesParser):
+class Phi4MiniParser(JsonTagParser):
     """functools[{"name": "f", "arguments": {"x": 1}}, ...]"""
 
     markers = ()
     begin = "functools"
-    end = ""
 
 
-class JambaParser(HermesParser):
+class JambaParser(JsonTagParser):
     """<tool_calls>[{"name": "f", "arguments": {"x": 1}}, ...]</tool_calls>"""
 
     markers = ("<tool_calls>", "</tool_calls>")

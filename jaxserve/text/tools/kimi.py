@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import ClassVar
@@ -14,6 +15,11 @@ SECTION_BEGIN = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 SECTION_END = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
+# ids as clients and other servers change or make them: signs are replaced or lost
+_CHANGED_ID = re.compile(r"(?:functions?[._:/-]?)?(?P<name>.+?)[._:-]?(?P<number>\d*)", re.IGNORECASE)
+_WITHOUT_NAME = re.compile(r"(?:functions?|call|chatcmpl-tool|toolu|tool)?[._:-]*(?:\d+|[0-9a-f-]{8,})?", re.IGNORECASE)
+_MAX_DIGITS = 9  # of the number of a call
+_SIGNS = re.compile(r"[^0-9a-z]")
 
 
 class KimiParser(ToolParser):
@@ -29,16 +35,66 @@ class KimiParser(ToolParser):
         return call, *(begin + call for begin in SECTION_BEGIN)
 
     def _call(self) -> Reading[bool]:
-        call_id, end = yield from self.reader.until(ARGUMENTS)
-        match = _CALL_ID.fullmatch(call_id.strip())
-        if not end or match is None or not self.offered(match["name"]):
+        written, end = yield from self.reader.until(ARGUMENTS)
+        if not end:
             return False
-        self.start_call(match["name"], call_id.strip())
+        call_id = written.strip()
+        name = self._named(call_id)
+        if name is None and _WITHOUT_NAME.fullmatch(call_id):
+            return (yield from self._unnamed())
+        if name is None:
+            match = _CALL_ID.fullmatch(call_id)
+            return match is not None and self.offered(match["name"])
+        self.start_call(name, self._own_id(call_id, name))
         whole = yield from self.json_arguments()
         self.end_call(whole=whole)
-        yield from self.reader.space()
-        yield from self.reader.accept(CALL_END, drop_partial=True)
+        yield from self._close()
         return True
+
+    def _named(self, call_id: str) -> str | None:
+        """Return the tool that an id names; None if it is none of the request's."""
+        match = _CALL_ID.fullmatch(call_id)
+        if match is not None and match["name"] in self.tools:
+            return match["name"]
+        changed = _CHANGED_ID.fullmatch(call_id)
+        wanted = [call_id, *((changed["name"], changed["name"] + changed["number"]) if changed else ())]
+        bare = {_bare(text) for text in wanted} - {""}
+        return max((name for name in self.tools.names if _bare(name) in bare), key=len, default=None)
+
+    def _own_id(self, call_id: str, name: str) -> str:
+        """Return the id in the form that the model's template wants back."""
+        match = _CALL_ID.fullmatch(call_id)
+        if match is not None and match["name"] == name:
+            return call_id
+        number = re.search(r"\d*$", call_id.removesuffix(name))
+        return f"functions.{name}:{int(number[0]) if number and 0 < len(number[0]) < _MAX_DIGITS else self.num_calls}"
+
+    def _unnamed(self) -> Reading[bool]:
+        """Read a call whose id has no name: its arguments' names show the tool."""
+        yield from self.reader.space()
+        text = yield from self.reader.json_text()
+        self.cut_in_json = text is None and self.reader.ended
+        try:
+            arguments = json.loads(text or "")
+        except (ValueError, RecursionError):
+            return False
+        name = self.tools.named_by(arguments) if isinstance(arguments, dict) else None
+        if name is None:
+            return False
+        self.start_call(name, f"functions.{name}:{self.num_calls}")
+        self.arguments(text or "")
+        self.end_call()
+        yield from self._close()
+        return True
+
+    def _close(self) -> Reading[None]:
+        yield from self.skip_braces()
+        yield from self.reader.accept(CALL_END, drop_partial=True)
+
+
+def _bare(text: str) -> str:
+    """Return the letters and digits of a name."""
+    return _SIGNS.sub("", text.lower())
 
 
 FORMATS = (

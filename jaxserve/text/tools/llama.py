@@ -26,31 +26,16 @@ class LlamaJsonParser(ToolParser):
         if (yield from self.reader.accept("[")):
             started = yield from self.json_call_list()
         else:
-            started = yield from self._sequence()
+            started = yield from self.json_calls()
         if not started:
             self.give_up()
         while (yield from self.content_until("<|python_tag|>")):
             yield from self.reader.space()
-            if not (yield from self._sequence()):
+            if not (yield from self.json_calls()):
                 self.give_up()
 
     def heads(self) -> Iterable[str]:
         return "<|python_tag|>{", ";{", ",{"
-
-    def _sequence(self) -> Reading[bool]:
-        """Calls joined by ";"; True if there was one."""
-        started = False
-        while (yield from self.json_call()):
-            started = True
-            yield from self.reader.space()
-            self.reader.mark()
-            yield from self.reader.accept(";", ",")
-            yield from self.reader.space()
-            if (yield from self.reader.peek()) != "{":
-                break
-        if started:
-            self.give_up()
-        return started
 
 
 FORMATS = (

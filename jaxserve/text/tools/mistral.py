@@ -29,7 +29,7 @@ class MistralParser(ToolParser):
             if (yield from self.reader.accept("[")):
                 started = yield from self.json_call_list()
             elif (yield from self.reader.peek()) == "{":
-                started = yield from self.json_call()
+                started = yield from self.json_calls()
             else:
                 started = yield from self._named()
             if not started:
@@ -51,6 +51,7 @@ class MistralParser(ToolParser):
         yield from self.reader.accept(ARGS)
         whole = yield from self.json_arguments()
         self.end_call(whole=whole)
+        yield from self.skip_braces()
         return True
 
 

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from jaxserve.text.tools.literals import parse_literal
+
 MAX_JOIN_DEPTH = 8  # of schemas in schemas that are read
 _MAX_DIGITS = 9  # of a place in a list
 
@@ -72,12 +74,11 @@ def pointed(root: Any, reference: str) -> Any:
 
 
 def as_json(text: str, types: Collection[str] = ()) -> str:
-    """Return a parameter's text as JSON: itself if it is JSON of an allowed type, else a string."""
-    stripped = text.strip()
-    try:
-        value = json.loads(stripped)
-    except (ValueError, RecursionError):
-        value = _PYTHON_WORDS.get(stripped, _NO_VALUE)
+    """Return a parameter's text as JSON: itself if it is JSON of an allowed type, else a string.
+
+    Python's words count as JSON, and where an array or an object is allowed, Python's literals.
+    """
+    value = _value(text.strip(_JSON_SPACE), types)
     if value is _NO_VALUE:
         return json.dumps(text, ensure_ascii=False)
     if types and not _fits(value, types) and "string" in types:
@@ -88,7 +89,52 @@ def as_json(text: str, types: Collection[str] = ()) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
+def as_object(text: str) -> str:
+    """Return the JSON of a text that may be an object written as Python does; any other text as it is."""
+    try:
+        value = None if _is_json(text) else parse_literal(text)
+    except ValueError:
+        return text
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else text
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def is_of(text: str, types: Collection[str]) -> bool:
+    """Return whether a parameter's text is a value of one of `types`, none of which takes any text."""
+    if not types or not {"string", "other"}.isdisjoint(types):
+        return False
+    value = _value(text.strip(_JSON_SPACE), types)
+    return value is not _NO_VALUE and _fits(value, types)
+
+
+def is_value(text: str, types: Collection[str]) -> bool:
+    """Return whether a parameter's text is a value written as JSON, or where `types` allow it, as Python does."""
+    return _value(text.strip(_JSON_SPACE), types) is not _NO_VALUE
+
+
+def _value(text: str, types: Collection[str]) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    if text[:1] in _BRACKETS and not _BRACKETS[text[:1]].isdisjoint(types):
+        try:
+            return parse_literal(text)
+        except ValueError:
+            return _NO_VALUE
+    return _PYTHON_WORDS.get(text, _NO_VALUE)
+
+
+_JSON_SPACE = " \t\n\r"
 _NO_VALUE = object()
+_BRACKETS = {"[": {"array"}, "(": {"array"}, "{": {"object"}}
 _PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
 _KINDS: tuple[tuple[type, set[str]], ...] = (
     (bool, {"boolean"}),
