@@ -7,7 +7,7 @@ text is cut into words before. The cuts are those of the tokenizers that models 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,10 +25,25 @@ _TEMPLATE = "tokenizer.chat_template"
 _ARRAYS = frozenset(_PREFIX + name for name in ("tokens", "token_type", "scores", "merges"))
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6 is a byte
 _SPACE = "▁"
-_ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
-_ENDS = ("eos", "eot", "eom")
-# a file names one id where generation_config.json of Qwen and Llama 3 lists several
-_END_TEXTS = frozenset({"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"})
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_ROLES = ("bos", *_ENDS, "unknown", "padding")
+# A file names one id where generation_config.json lists several, and converters type them as they find them. These are
+# the texts that llama.cpp takes for ends, and for control tokens whatever their type.
+_END_TEXTS = frozenset(
+    """
+    <|endoftext|> <|im_end|> <|end_of_text|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|calls|> <|flush|>
+    <end_of_turn> <turn|> <|tool_response> <eos> <end_of_utterance> <EOT> _<EOT> [EOT] [EOS]
+    <｜end▁of▁sentence｜>
+    """.split()
+)
+# Ends that keep the type of the file: those of models that fill in a middle, and HTML's </s>, which is plain text to Qwen.
+_FILLED = frozenset(
+    """
+    </s> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+    """.split()
+)
+# with all texts of a row beside it, <|end|> ends a part of an answer: gpt-oss and Solar Open
+_GOES_ON = (("<|return|>", "<|call|>"), ("<|call|>", "<|flush|>"), ("<|calls|>", "<|flush|>"))
 _CONFIG_NAMES = MappingProxyType({"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"})
 _ADVICE = "put the model's tokenizer.json beside it, or set model.tokenizer"
 _MAX_CHARACTERS = 2**22  # of all pieces together; 260,000 have 2 million
@@ -113,8 +128,15 @@ class _Vocabulary:
 
     def end_ids(self) -> tuple[int, ...]:
         """Return the ids that end an output: those of the roles, then those of the known texts."""
-        named = [self.ids[text] for text in self.of_types(_CONTROL) if text in _END_TEXTS]
+        ends = _ends_among(self.ids) | _FILLED
+        named = [self.ids[text] for text in self.of_types(_CONTROL, _USER_DEFINED) if text in ends]
         return tuple(dict.fromkeys([self.roles[role] for role in _ENDS if role in self.roles] + named))
+
+
+def _ends_among(texts: Container[str]) -> frozenset[str]:
+    """Return the texts that end an output in a vocabulary of these texts."""
+    goes_on = any(all(text in texts for text in row) for row in _GOES_ON)
+    return _END_TEXTS - {"<|end|>"} if goes_on else _END_TEXTS
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
@@ -147,6 +169,8 @@ def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
     types = values.get("token_type", [_NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise ValueError("its tokenizer has other types than tokens")
+    ends = _ends_among(set(tokens))
+    types = [_CONTROL if text in ends else kind for text, kind in zip(tokens, types, strict=True)]
     # those at the end only fill the model's table; published tokenizers do not have them
     count = max((i for i, each in enumerate(types, 1) if each != _UNUSED), default=0)
     tokens, types = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens[:count])], types[:count]

@@ -316,3 +316,33 @@ def test_what_would_take_long_is_refused_before(
         Tokenizer.from_directory(file)
     monkeypatch.setattr(limit, value + 1)
     assert Tokenizer.from_directory(file).vocab_size == len(PIECES)
+
+
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "[EOT]", "<EOT>")
+
+
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED, UNUSED])
+@pytest.mark.parametrize("text", ENDS)
+def test_ends_of_any_type_end_an_answer(text: str, kind: int, trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    values = of_bytes(trained, "qwen2", (text, "<|start|>"), eos_token_id=0)
+    values["token_type"][-2:] = [kind, kind]
+    tokenizer = Tokenizer.from_directory(write(tmp_path / "m.gguf", values))
+    end = len(values["tokens"]) - 2
+    assert tokenizer.eos_token_ids == (0, end)
+    assert tokenizer.encode(f"pay{text}", add_special_tokens=False)[-1] == end and end in tokenizer.special_ids
+    assert (end + 1 in tokenizer.special_ids) == (kind == CONTROL)
+
+
+@pytest.mark.parametrize(
+    "texts, ends",
+    [
+        (("<|end|>", "<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
+        (("<|end|>", "<|flush|>", "<|calls|>"), {"<|flush|>", "<|calls|>"}),
+        (("<|end|>", "<|return|>"), {"<|end|>", "<|return|>"}),
+    ],
+)
+def test_a_part_of_an_answer_does_not_end_it(
+    texts: tuple[str, ...], ends: set[str], trained: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_directory(write(tmp_path / "m.gguf", of_bytes(trained, "qwen2", texts, eos_token_id=0)))
+    assert {tokenizer.id_to_token(i) for i in tokenizer.eos_token_ids[1:]} == ends
