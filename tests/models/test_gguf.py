@@ -219,6 +219,8 @@ def with_tensors(directory: Path, tensors: Tensors, architecture: str = "llama",
             writer.add_string(f"{architecture}.{key}", value)
         elif isinstance(value, bool):
             writer.add_bool(f"{architecture}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{architecture}.{key}", value)
         else:
@@ -236,7 +238,7 @@ def with_tensors(directory: Path, tensors: Tensors, architecture: str = "llama",
     ("values", "message"),
     [
         ({"expert_count": 8}, "values that are not supported: expert_count"),
-        ({"attention.sliding_window": 512}, "not supported: attention.sliding_window"),
+        ({"attention.sliding_window": 32}, r"not supported: attention\.sliding_window"),
         ({"rope.dimension_count": 8}, "partly rotated heads"),
         ({"rope.scaling.type": "longrope"}, "rope scaling 'longrope' of GGUF is not supported"),
         ({"rope.scaling.type": "default"}, "rope scaling 'default' of GGUF is not supported"),
@@ -248,6 +250,40 @@ def with_tensors(directory: Path, tensors: Tensors, architecture: str = "llama",
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_config(with_tensors(tmp_path, {}, **values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2], "feed_forward_length": [96, 96]},
+        {"attention.scale": 0.25, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0, "residual_scale": 1.0},
+        {"attention.sliding_window": 64, "attention.max_alibi_bias": 0.0},
+        {"attention.sliding_window": [64, 64], "rope.dimension_count": [16, 16]},
+        {"expert_count": 0, "expert_used_count": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5},
+        {"tensor_data_layout": "Meta AI original pth", "use_parallel_residual": False, "embedding_scale": 1.0},
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_values_that_change_nothing_are_accepted(architecture: str, values: dict[str, Any], tmp_path: Path) -> None:
+    heads = {"attention.head_count_kv": 2}
+    plain = read_config(with_tensors(tmp_path, {}, architecture, **heads))
+    assert read_config(with_tensors(tmp_path, {}, architecture, **heads | values)) == plain
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attention.head_count_kv": [2, 4]}, "num_key_value_heads"),
+        ({"feed_forward_length": [96, 64]}, "intermediate_size"),
+        ({"attention.scale": 0.5}, r"not supported: attention\.scale"),
+        ({"logit_scale": 0.5}, "not supported: logit_scale"),
+        ({"rope.scaling.attn_factor": 0.5}, r"not supported: rope\.scaling\.attn_factor"),
+        ({"attention.sliding_window": [32, 64]}, r"not supported: attention\.sliding_window"),
+    ],
+)
+def test_values_that_change_the_numbers_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_config(with_tensors(tmp_path, {}, **values))
 

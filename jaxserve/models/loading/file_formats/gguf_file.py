@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.gguf_header import Header, open_header
+from jaxserve.gguf_header import Header, Omitted, open_header
 from jaxserve.model_files import gguf_parts
 from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor, block_type
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo
 
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 2**16
+# values that a file may have for each layer
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length")
+_PER_LAYER += ("attention.sliding_window", "feed_forward_length", "rope.dimension_count", "rope.freq_base")
+_BY_LAYER = frozenset(f"{name}.{key}" for name in ("llama", "qwen2", "qwen3") for key in _PER_LAYER)
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,20 @@ def read_gguf(path: Path) -> GgufFile:
 def _read_part(path: Path) -> GgufFile:
     with open_header(path) as header:
         num_tensors, num_values = header.counts()
-        values = header.values(num_values)
+        values = {key: _one_number(value) for key, value in header.values(num_values, _BY_LAYER).items()}
         entries = [_Entry.read(header) for _ in range(num_tensors)]
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
             raise ValueError(f"'general.alignment' is {alignment!r}")
         start = -(-header.position // alignment) * alignment
         return GgufFile(path, values, _located(path, entries, start, path.stat().st_size))
+
+
+def _one_number(value: Any) -> Any:
+    """Return the number that all entries of a list of numbers are; other values as they are, lists as Omitted."""
+    if not isinstance(value, list):
+        return value
+    return value[0] if value and value.count(value[0]) == len(value) else Omitted(f"{len(value)} different numbers")
 
 
 @dataclass(frozen=True)

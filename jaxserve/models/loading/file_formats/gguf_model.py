@@ -6,6 +6,7 @@ Published names are those of the safetensors checkpoint; this file maps GGUF's n
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from types import MappingProxyType
@@ -48,6 +49,17 @@ _SCALING_KEYS = MappingProxyType(
 # Keys that change nothing here, or that are read below; any other is refused unless it is 0.
 _OTHER_KEYS = ("vocab_size", "rope.dimension_count", "attention.value_length", "attention.causal")
 _OTHER_KEYS += ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.finetuned")
+# Values of other keys that are computed: llama.cpp's defaults, and notes of converters.
+_DEFAULTS = MappingProxyType(
+    {
+        **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "rope.scaling.attn_factor"), (1,)),
+        **dict.fromkeys(("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), (1,)),
+        "attention.max_alibi_bias": (0,),
+        "attention.layer_norm_epsilon": (1e-5, 1e-6),
+        "pooling_type": (3,),  # the last token's state, as here
+        "tensor_data_layout": ("Meta AI original pth", "reference"),
+    }
+)
 _NAMES = MappingProxyType(
     {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     | {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"}
@@ -153,13 +165,29 @@ def _as_published(file: GgufFile) -> dict[str, Any]:
 
 def _refuse_others(path: Path, own: Json) -> None:
     known = {*_KEYS, *_OTHER_KEYS, *(f"rope.scaling.{key}" for key in _SCALING_KEYS)}
-    others = sorted(key for key, value in own.items() if value and key not in known)
+    others = sorted(key for key, value in own.items() if value and key not in known and not _is_default(own, key))
     if others:
         raise ModelLoadError(f"{path} has values that are not supported: {', '.join(others)[:200]}")
     if own.get("attention.causal", True) is not True:
         raise ModelLoadError(f"{path}: attention to later tokens (attention.causal) is not supported")
     if _EPSILON not in own:
         raise ModelLoadError(f"{path}: {_EPSILON} is missing", fix="download the file again")
+
+
+def _is_default(own: Json, key: str) -> bool:
+    """Return whether a key has the value that llama.cpp takes without it, or one that changes nothing."""
+    value = own[key]
+    match key:
+        case "attention.scale":
+            size = own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
+            return math.isclose(value, size**-0.5, rel_tol=1e-5)
+        case "attention.sliding_window":
+            return isinstance(value, int) and value >= own.get("context_length", math.inf)
+        case "expert_used_count" | "expert_shared_count" | "expert_weights_scale" | "expert_weights_norm":
+            return not own.get("expert_count")
+        case "rope.dimension_count_swa" | "attention.key_length_swa" | "attention.value_length_swa":
+            return not own.get("attention.sliding_window")
+    return key in _DEFAULTS and value in _DEFAULTS[key]
 
 
 def _token_ids(file: GgufFile) -> dict[str, Any]:
