@@ -63,7 +63,7 @@ def run(words: Sequence[str]) -> int:
     head = choose_head(options.quantize_head, config.quantization, path.parent)
     config = config.replace(quantized_head=head)
     dtype = jnp.dtype(options.dtype)
-    context = context_length(options.max_model_len, config.max_position_embeddings)
+    context = context_length(options.max_model_len, config)
     if options.length is not None and options.length > context:
         raise ConfigError(f"--length is {options.length}, and a full context has {context} tokens", fix="lower it")
     asked = [_mesh(text) for text in options.mesh]

@@ -18,6 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.embedding_files import text_limit
 from jaxserve.models.pooling import PoolingConfig
+from jaxserve.models.rope import YarnScaling
 from jaxserve.runtime.pages.page_file import PageFileConfig
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class RunnerConfig:
         return cls(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=_or(scheduler.max_num_batched_tokens, max(tokens, max_num_seqs)),
-            max_model_len=context_length(config.model.max_model_len, model.max_position_embeddings),
+            max_model_len=context_length(config.model.max_model_len, model),
             page_size=_or(cache.page_size, 128 if tpu else 16),
             cache_dtype=resolve_cache_dtype(cache.dtype, dtype),
             attention=config.runtime.attention,
@@ -158,11 +159,19 @@ def _or(value: int | str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def context_length(asked: int | None, longest: int) -> int:
-    """Return the context. asked: model.max_model_len. longest: of the model. Raises ConfigError if more is asked."""
-    if asked is not None and asked > longest:
+def context_length(asked: int | None, model: ModelConfig) -> int:
+    """Return the context. asked: model.max_model_len, in tokens.
+
+    YaRN may be asked for the original context times its factor, although max_position_embeddings says less: model
+    cards tell people to add it to config.json so. Raises ConfigError if more is asked.
+    """
+    longest, scaling = model.max_position_embeddings, None if model.rope is None else model.rope.scaling
+    scaled = int(scaling.original_max_position * scaling.factor) if isinstance(scaling, YarnScaling) else longest
+    most = max(longest, scaled)
+    if asked is not None and asked > most:
+        keys = "rope_scaling" if model.rope is not None else "max_position_embeddings"
         raise ConfigError(
-            f"model.max_model_len is {asked}, and the model was made for {longest} tokens",
-            fix=f"set it to at most {longest}",
+            f"model.max_model_len is {asked}, and the model was made for {most} tokens",
+            fix=f"set it to at most {most}, or {keys} in config.json as the model's card says",
         )
     return asked or longest

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import ModelLoadError
+from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import GenerationDefaults
 from jaxserve.models.loading.config.hf_config import from_hf, read_config, read_config_file
 from jaxserve.models.rope import Llama3Scaling, LongRopeScaling
+from jaxserve.runtime.runner_config import context_length
 from tests.models.checkpoints import TINY_LLAMA
 from tests.models.families import CASES, ENCODERS
 
@@ -170,3 +171,22 @@ def test_integers_with_a_point_are_read(name: str, tmp_path: Path) -> None:
 def test_what_is_no_integer_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key):
         from_hf(TINY_LLAMA | {key: value})
+
+
+def test_yarn_allows_the_context_of_its_factor() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    qwen = CASES["qwen3"] | {"max_position_embeddings": 40960}
+    plain, scaled = from_hf(qwen), from_hf(qwen | {"rope_scaling": scaling})
+    newer = from_hf(qwen | {"rope_parameters": scaling | {"rope_theta": 1e6}})
+    for model in (scaled, newer):
+        assert [context_length(asked, model) for asked in (None, 131072, 50000)] == [40960, 131072, 50000]
+    with pytest.raises(ConfigError, match="131073, and the model was made for 131072 tokens"):
+        context_length(131073, scaled)
+    with pytest.raises(ConfigError, match="40961, and the model was made for 40960 tokens") as caught:
+        context_length(40961, plain)
+    assert "rope_scaling" in str(caught.value.fix)
+    own = from_hf(qwen | {"rope_scaling": {"type": "yarn", "factor": 2.0}})  # the original is the model's own
+    assert context_length(81920, own) == 81920
+    linear = from_hf(qwen | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    with pytest.raises(ConfigError, match="made for 40960"):
+        context_length(81920, linear)

@@ -97,7 +97,7 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
     check_directory(directory)
     Tokenizer.from_directory(directory if config.model.tokenizer is None else config.model.tokenizer)
     model, dtype = read_model(config, directory, make_mesh("cpu") if mesh is None else mesh)
-    context_length(config.model.max_model_len, model.max_position_embeddings)
+    context_length(config.model.max_model_len, model)
     size = inspect(directory, dtype=dtype, config=model).num_bytes
     text = f"{model.architecture} in {directory}: {size / _GIB:.2f} GiB of weights"
     if mesh is not None and size > config.cache.memory_fraction * device_memory(mesh.devices):
