@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -408,7 +409,12 @@ def _convert_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False).backend_tokenizer
     except Exception as error:  # the libraries below raise anything
-        raise ModelLoadError(f"the tokenizer in {path} cannot be converted: {error}") from error
+        fix = "put the model's tokenizer.json beside it, or set model.tokenizer to a directory with one"
+        if (path / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+            why = f"{path} has its tokenizer only as tokenizer.model, which needs sentencepiece"
+            raise ModelLoadError(why, fix=f"{fix}, or pip install sentencepiece protobuf") from error
+        why = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"the tokenizer in {path} cannot be converted: {why}", fix=fix) from error
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:

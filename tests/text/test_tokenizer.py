@@ -254,3 +254,11 @@ def test_templates_by_file_and_name(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("D")
     templates = Tokenizer.from_directory(tmp_path).chat_templates
     assert templates == {"default": "C", "tool_use": "B", "rag": "D"}
+
+
+def test_a_sentencepiece_file_alone_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr("jaxserve.text.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"only as tokenizer\.model, which needs sentencepiece") as caught:
+        Tokenizer.from_directory(tmp_path)
+    assert "tokenizer.json" in str(caught.value.fix) and "tiktoken" not in str(caught.value)
