@@ -114,6 +114,7 @@ class StoredForm:
     group: numbers of a row that share a scale; None: the row.
     zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
     unquantized: modules that are not quantised.
+    indexed: whether GPTQ's checkpoint has g_idx, which those of AutoRound leave out.
     permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
     rounds_activations: whether it was made for activations of 8 bits, see `runtime.activations`.
     found: the quantised modules, known once the files are open; then `unquantized` has no effect.
@@ -129,6 +130,7 @@ class StoredForm:
     zero_offset: int = 0
     permuted: bool = False
     rounds_activations: bool = False
+    indexed: bool = True
     found: frozenset[str] | None = None
     types: tuple[tuple[str, str], ...] = ()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -466,3 +467,82 @@ def test_entries_of_plain_text_are_no_expressions(entries: list[str]) -> None:
     ):
         form = read_stored_form(quantization)
         assert form is not None and form.unquantized.expressions == ()
+
+
+def beside(name: str, found: dict[str, Any]) -> Callable[[Path], None]:
+    """The description of the weights in a file of its own, and none in config.json."""
+
+    def apply(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        del config["quantization_config"]
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / name).write_text(json.dumps(found))
+
+    return apply
+
+
+def nothing(directory: Path) -> None:
+    pass
+
+
+def as_middle(stored: Tensors) -> Tensors:
+    """Every zero of an AWQ or GPTQ checkpoint in the middle of the codes, which are of 4 bits."""
+    eights = {name: np.full_like(array, 0x77777777) for name, array in stored.items() if name.endswith("qzeros")}
+    return stored | eights
+
+
+SYMMETRIC = {"zero_point": False}
+LLM_AWQ = {"w_bit": 4, "q_group_size": 32, "version": "GEMM"}
+BARE_GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01}
+# as it lies on disks: the form that the tensors are written in, what config.json says, the tensors left out, the files
+AS_PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], str, Callable[[Path], None]]] = {
+    "gptq without g_idx": (gptq(4, 32), gptq(4, 32), "g_idx", nothing),
+    "gptq without g_idx, 8 bits": (gptq(8, 32), gptq(8, 32), "g_idx", nothing),
+    "gptq without g_idx and zeros": (gptq(4, 32), gptq(4, 32, sym=True), "g_idx qzeros", nothing),
+    "awq without zeros": (AWQ, AWQ | SYMMETRIC, "qzeros", nothing),
+    "awq without zeros that config.json does not tell": (AWQ, AWQ, "qzeros", nothing),
+    "awq with zeros though symmetric": (AWQ, AWQ | SYMMETRIC, "", nothing),
+    "awq by llm-awq's names": (AWQ, {"quant_method": "awq"} | LLM_AWQ, "", nothing),
+    "quant_config.json": (AWQ, AWQ, "", beside("quant_config.json", LLM_AWQ | {"zero_point": True})),
+    "quantize_config.json": (gptq(4, 32), gptq(4, 32), "", beside("quantize_config.json", BARE_GPTQ)),
+    "quantize_config.json without g_idx": (
+        gptq(4, 32),
+        gptq(4, 32),
+        "g_idx",
+        beside("quantize_config.json", BARE_GPTQ),
+    ),
+}
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["stored", "none"])
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_quantized_checkpoints_as_they_lie_on_disks(name: str, wide: bool, tmp_path: Path) -> None:
+    form, found, left_out, files = AS_PUBLISHED[name]
+    stored, _ = write(random_tensors(MODELS["llama"]), form)
+    zeroless = "qzeros" in left_out
+    if zeroless and form["quant_method"] == "gptq":
+        stored = as_middle(stored)  # one is added to each
+    elif zeroless:
+        stored |= {key: np.full_like(array, -2004318072) for key, array in stored.items() if key.endswith("qzeros")}
+    whole = write_checkpoint(tmp_path / "whole", hf_of("llama", form), stored)
+    kept = {key: array for key, array in stored.items() if key.rpartition(".")[2] not in left_out.split()}
+    biases = {f"model.layers.{i}.mlp.down_proj.bias": np.zeros(64, np.float16) for i in range(2)}
+    directory = write_checkpoint(tmp_path / "published", hf_of("llama", found), kept | biases)
+    files(directory)
+    assert_equal_models(load(directory, "none"), load(whole, "none"))
+    if not wide:
+        assert_equal_models(widened(load(directory, "stored")), load(whole, "none"))
+
+
+def test_what_is_needed_of_a_quantized_checkpoint_is_named(tmp_path: Path) -> None:
+    form, zero = gptq(4, 32, desc_act=True), "model.layers.0.mlp.down_proj.bias"
+    stored, _ = write(random_tensors(MODELS["llama"]), form)
+    kept = {key: array for key, array in stored.items() if not key.endswith("g_idx")}
+    with pytest.raises(ModelLoadError, match="g_idx"):
+        load(write_checkpoint(tmp_path / "order", hf_of("llama", form), kept), "stored")
+    with pytest.raises(ModelLoadError, match=f"unknown: {zero}"):
+        biased = stored | {zero: np.full(64, 0.5, np.float16)}
+        load(write_checkpoint(tmp_path / "bias", hf_of("llama", form), biased), "none")
+    with pytest.raises(ModelLoadError, match=r"config\.json has no quantization_config") as caught:
+        load(write_checkpoint(tmp_path / "bare", MODELS["llama"], stored), "none")
+    assert "quantize_config.json" in str(caught.value.fix)

@@ -97,6 +97,13 @@ class Checkpoint:
             ],
         )
 
+    def is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is a bias that adds nothing, as some quantizers write for layers without one."""
+        tensor = self.tensors[name]
+        if not name.endswith(".bias") or isinstance(tensor, BlockTensor) or len(tensor.shape) != 1:
+            return False
+        return not _numbers(tensor, 0, tensor.shape[0]).any()
+
     def check_blocks(self, types: Mapping[str, str]) -> None:
         """Raise ModelLoadError for a tensor that is not of GGUF's type in `types` {name: type}."""
         for name, kind in types.items():

@@ -47,6 +47,7 @@ IGNORED = (
     re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"),
 )
 _HEAD = "lm_head.weight"
+_OF_CODES = (".qweight", ".qzeros", ".weight_packed")
 RANDOM_STDDEV = 0.02
 RANDOM_INT8 = 32  # standard deviation of int8 codes; that of 4 random bits is 4.6, or 2.9 as E2M1
 _RANDOM_SCALES = {
@@ -127,6 +128,10 @@ def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     form = config.stored_form
     if form is not None and form.method == "fp8":
         form = dataclasses.replace(form, found=fp8_modules(checkpoint.tensors))
+    if form is not None and form.method in ("gptq", "awq"):
+        kinds = {name.rpartition(".")[2] for name in checkpoint.tensors}
+        # inputs in order need no g_idx; without zeros the middle of the codes is 0
+        form = dataclasses.replace(form, indexed=form.permuted or "g_idx" in kinds, zeros="qzeros" in kinds)
     return config.replace(stored_form=form, tie_word_embeddings=tied)
 
 
@@ -183,6 +188,12 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))
     misfits = checkpoint.misfits(expected, ignored)
+    misfits.unknown = [name for name in misfits.unknown if not checkpoint.is_zero_bias(name)]
+    if config.stored_form is None and (codes := [name for name in misfits.unknown if name.endswith(_OF_CODES)]):
+        raise ModelLoadError(
+            f"{checkpoint.directory}: {codes[0]} and others are quantized, and config.json has no quantization_config",
+            fix="download config.json again, or the quantize_config.json or quant_config.json beside it",
+        )
     misfits.raise_if_any(checkpoint.directory, config.architecture, checkpoint.aside)
     if config.stored_form is None:
         _check_floats(set(expected), checkpoint)

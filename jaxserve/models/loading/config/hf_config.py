@@ -46,7 +46,7 @@ def read_config_file(file: Path) -> ModelConfig:
     generation_file = file.with_name("generation_config.json")
     hf = _with_head(_named(file, lambda: published_config(file)), file.with_name("modules.json").is_file())
     if hf.get("quantization_config") is None and (beside := read_quantization_beside(file)):
-        hf = hf | {"quantization_config": {"quant_method": "modelopt"} | beside}
+        hf = hf | {"quantization_config": beside}
     generation = read_object(generation_file) if generation_file.is_file() else {}
     _named(file, lambda: _check_architecture(hf, file))  # first: an unknown family may lack the keys below
     config = _named(file, lambda: from_hf(hf))

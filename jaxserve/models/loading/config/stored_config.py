@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import ModelLoadError
@@ -21,6 +22,9 @@ from jaxserve.text.regex_guard import check_pattern
 
 _INTEGER_FORMATS = ("int-quantized", "pack-quantized")
 _FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense")
+_BESIDE = MappingProxyType(
+    {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+)
 _IGNORED = ("ignore", "exclude_modules")
 _PERMUTED = ("group", "dynamic")  # the words of `actorder` for groups that are not successive inputs
 _HEAD = "lm_head"
@@ -45,12 +49,20 @@ def read_quantization(path: Path) -> dict[str, Any]:
 
 
 def read_quantization_beside(path: Path) -> dict[str, Any]:
-    """Read modelopt's hf_quant_config.json beside a config.json; {}: there is none. Raises ModelLoadError."""
-    file = path.with_name("hf_quant_config.json")
-    found = read_object(file).get("quantization") or {} if file.is_file() else {}
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{file}: 'quantization' must be an object")
-    return found
+    """Read the file beside a config.json in which modelopt, AutoGPTQ or AutoAWQ describes the weights; {}: none.
+
+    Raises ModelLoadError.
+    """
+    for name, method in _BESIDE.items():
+        file = path.with_name(name)
+        if not file.is_file():
+            continue
+        found = read_object(file)
+        found = found.get("quantization") or {} if method == "modelopt" else found
+        if not isinstance(found, dict):
+            raise ModelLoadError(f"{file}: 'quantization' must be an object")
+        return {"quant_method": method} | found if found else {}
+    return {}
 
 
 def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -> StoredForm | None:
@@ -191,10 +203,14 @@ def _gptq(found: Json) -> StoredForm:
 
 
 def _awq(found: Json) -> StoredForm:
+    for key, old in (("bits", "w_bit"), ("group_size", "q_group_size")):  # the names of llm-awq
+        if found.get(key) is None and old in found:
+            found = {**found, key: found[old]}
     _only(found, "version", None, "gemm", "GEMM")
     _only(found, "bits", 4)
+    _only(found, "zero_point", None, False, True)
     ignored = ModuleNames((_HEAD,), substrings=tuple(_names(found, "modules_to_not_convert")))
-    return StoredForm("awq", 4, _group(found.get("group_size")), True, ignored)
+    return StoredForm("awq", 4, _group(found.get("group_size")), found.get("zero_point") is not False, ignored)
 
 
 def _only(found: Json, key: str, *supported: Any) -> None:

@@ -127,10 +127,12 @@ def code_tensors(part: Part, form: StoredForm) -> Shapes:
             found |= {"weight_zero_point": ((-(-rows // per), count),)} if form.zeros else {}
             found |= {_G_IDX: ((depth,),)} if form.permuted else {}
         case "gptq":
-            found = {"qweight": ((depth // per, rows),), "qzeros": ((count, rows // per),), "g_idx": ((depth,),)}
-            found |= {"scales": ((count, rows),)}
+            found = {"qweight": ((depth // per, rows),), "scales": ((count, rows),)}
+            found |= {"qzeros": ((count, rows // per),)} if form.zeros else {}
+            found |= {"g_idx": ((depth,),)} if form.indexed else {}
         case _:  # awq
-            found = {"qweight": ((depth, rows // per),), "qzeros": ((count, rows // per),), "scales": ((count, rows),)}
+            found = {"qweight": ((depth, rows // per),), "scales": ((count, rows),)}
+            found |= {"qzeros": ((count, rows // per),)} if form.zeros else {}
     return {f"{_module(part)}.{name}": shapes for name, shapes in found.items()}
 
 
@@ -163,10 +165,10 @@ def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
                 zeros = _unpack(tensors["weight_zero_point"].T, form.bits)[:, :rows].T
         case "gptq":
             values, scales = _unpack(tensors["qweight"].T, form.bits), tensors["scales"].T
-            zeros = _unpack(tensors["qzeros"], form.bits).T
+            zeros = _unpack(tensors["qzeros"], form.bits).T if form.zeros else None
         case _:  # awq
             values, scales = _unpack_awq(tensors["qweight"]).T, tensors["scales"].T
-            zeros = _unpack_awq(tensors["qzeros"]).T
+            zeros = _unpack_awq(tensors["qzeros"]).T if form.zeros else None
     if places is None and depth % (form.group or depth):  # the last group of a row is shorter
         places = np.arange(depth) // (form.group or depth)
     scales = scales.astype(np.float32)
