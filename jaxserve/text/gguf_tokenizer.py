@@ -36,10 +36,11 @@ _END_TEXTS = frozenset(
     <｜end▁of▁sentence｜>
     """.split()
 )
-# Ends that keep the type of the file: those of models that fill in a middle, and HTML's </s>, which is plain text to Qwen.
+# Ends that keep the type of the file: those of models that fill in a middle, and </s>, which is plain text to Qwen.
 _FILLED = frozenset(
     """
-    </s> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+    </s> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
+    <|file_sep|>
     """.split()
 )
 # with all texts of a row beside it, <|end|> ends a part of an answer: gpt-oss and Solar Open
