@@ -1,7 +1,7 @@
 """Forward what only the main process can answer, from a worker to the main process's Unix socket.
 
-Most requests are known by their path. A request that continues a session is known after its body has been read; it is
-forwarded with that body.
+Most requests are known by their path. A request that continues a session, or has a thread of Messages, is known after
+its body has been read; it is forwarded with that body.
 """
 
 from __future__ import annotations
