@@ -263,7 +263,7 @@ class TextReader:
             sink(convert(self._take(min(end + (2 if char == "\\" else 0), len(self._text)))))
         return False
 
-    def _copy_nested(self, sink: Sink) -> Reading[bool]:
+    def _copy_nested(self, sink: Sink) -> Reading[bool]:  # noqa: C901  a walk over one text, character by character
         stack: list[str] = []
         while (yield from self.more()):
             char = self._text[self._at]

@@ -206,7 +206,7 @@ def _tiled(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def _kernel(
+def _kernel(  # noqa: C901  three warpgroups of one kernel
     q_ref,  # [B, KH, M, D], M = tokens of a block * G, rounded up to a multiple of HEAD_ALIGN
     kv_ref,  # [P, page_size, 2 * KH, D], or [P, page_size, KH, D] if V is K
     scales_ref,  # float32, see PageScalesLayout; None: the pages are wide

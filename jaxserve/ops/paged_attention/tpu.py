@@ -268,7 +268,7 @@ def _sinks_by_row(sinks: jax.Array | None, kv_heads: int, rows: int) -> jax.Arra
     return jnp.broadcast_to(by_row[:, :, None], (kv_heads, rows, LANES))
 
 
-def _kernel(
+def _kernel(  # noqa: C901  one kernel
     # prefetched scalars, int32
     row_ref,  # [B]
     position_ref,  # [B]
