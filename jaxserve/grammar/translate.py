@@ -28,6 +28,7 @@ MAX_INTEGER = 2**53  # of enum and const: llguidance rounds larger ones, and cra
 HIDDEN = "\ufdd0"  # a noncharacter of Unicode, not allowed in interchange
 # a special token's name in a Lark grammar, or what may contain the same characters: a comment, a text, a pattern
 _LARK_NAME = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(?P<name><(?!\[)[^<>\s]+>)')
+_LEAST_INTEGER = -(2**63) + 1024  # the next float64 above the least int64
 # white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
@@ -134,9 +135,75 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
     draft = schema.get("$schema")
     old_draft = not (isinstance(draft, str) and re.search("2019-09|2020-12", draft))
     check_depth(schema)
+    schema = _without_idle(schema)
     for part, depth in _walk(schema):
         _refuse(part, old_draft=depth > 0 and old_draft)
     return ascii_schema(schema)
+
+
+def _without_idle(schema: Any) -> Any:
+    """Return a schema without the keywords that forbid nothing, of which llguidance cannot read some."""
+    if isinstance(schema, list):
+        return [_without_idle(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: _bound(key, value) for key, value in schema.items() if not (key in _IDLE and _IDLE[key](value))}
+    if "then" not in kept and "else" not in kept:
+        kept.pop("if", None)
+    if "if" not in kept:
+        kept = {key: value for key, value in kept.items() if key not in ("then", "else")}
+    if kept.get("contains") is not None and kept.get("minContains") == 0 and "maxContains" not in kept:
+        kept = {key: value for key, value in kept.items() if key not in ("contains", "minContains")}
+    if "contains" not in kept:
+        kept = {key: value for key, value in kept.items() if key not in ("minContains", "maxContains")}
+    return with_parts(kept, _without_idle)
+
+
+def _bound(key: str, value: Any) -> Any:
+    """Return a bound as llguidance can enforce it: it fails at the least int64, and takes bounds as float64."""
+    at_least = key in ("minimum", "exclusiveMinimum")
+    return _LEAST_INTEGER if at_least and _is_real(value) and -(2**63) - 1 <= value < _LEAST_INTEGER else value
+
+
+def _takes_any(schema: Any) -> bool:
+    return schema is True or schema == {}
+
+
+def _takes_any_name(schema: Any) -> bool:
+    """Return whether a schema takes every text, as names of properties are."""
+    if not isinstance(schema, dict):
+        return schema is True
+    kinds = schema.get("type", "string")
+    other = {key: value for key, value in schema.items() if key not in ("type", "title", "description", "$comment")}
+    is_text = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    return is_text and all(key == "minLength" and value == 0 for key, value in other.items())
+
+
+def _is_no_limit(value: Any) -> bool:
+    """Return whether a count is larger than any output can reach."""
+    return _is_real(value) and value >= 2**31 - 1
+
+
+def _is_end_of_floats(value: Any) -> bool:
+    """Return whether a bound is the largest float32 or float64, perhaps rounded: it is that of a type."""
+    return _is_real(value) and (3.4028e38 <= abs(value) <= 3.4029e38 or abs(value) >= 1.7976e308)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# keyword -> whether a value of it forbids nothing
+_IDLE: dict[str, Callable[[Any], bool]] = {
+    "propertyNames": _takes_any_name,
+    "uniqueItems": lambda value: value is False,
+    "not": lambda value: value is False,
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), lambda value: value == {}),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems", "then", "else"), _takes_any),
+    **dict.fromkeys(("maxLength", "maxItems", "maxProperties"), _is_no_limit),
+    **dict.fromkeys(("minimum", "exclusiveMinimum"), lambda value: _is_end_of_floats(value) and value < 0),
+    **dict.fromkeys(("maximum", "exclusiveMaximum"), lambda value: _is_end_of_floats(value) and value > 0),
+}
 
 
 def _walk(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:

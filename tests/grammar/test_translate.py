@@ -3,10 +3,13 @@
 import json
 from typing import Any
 
+import llguidance
 import pytest
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES, closed, json_schema_part, schema_spec, translate
+from jaxserve.grammar.worker import build_tokenizer, compile_grammar
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import GrammarSpec
 
 
@@ -85,3 +88,52 @@ def test_schema_may_be_any_json(draft: Any) -> None:
     schema = Counted({"$schema": draft, "properties": {f"k{i}": {"type": "integer"} for i in range(60)}})
     json_schema_part(schema)
     assert schema.asked == 1
+
+
+IDLE = [
+    ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}}, '{"a": 1}', '{"a": "x"}'),
+    ({"type": "object", "propertyNames": {"type": ["string", "null"], "minLength": 0}}, '{"a": 1}', "[]"),
+    ({"type": "object", "propertyNames": True, "dependentRequired": {}, "dependentSchemas": {}}, "{}", "1"),
+    ({"type": "object", "dependencies": {}}, "{}", "1"),
+    ({"type": "array", "uniqueItems": False, "maxItems": 2**53 - 1, "unevaluatedItems": {}}, "[1, 1]", "{}"),
+    ({"type": "array", "contains": {"type": "null"}, "minContains": 0}, "[1]", "{}"),
+    ({"type": "array", "minContains": 1, "maxContains": 2}, "[1]", "{}"),
+    ({"not": False, "unevaluatedProperties": True, "type": "object", "if": {"type": "object"}}, "{}", "1"),
+    ({"type": "string", "then": {"maxLength": 1}, "else": False, "maxLength": 2**31 - 1}, '"ab"', "1"),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-12", "1.5"),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "12", "-1"),
+    ({"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028235e38}, "-1.5", '"x"'),
+    ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, "1.5", '"x"'),
+]
+
+
+@pytest.mark.parametrize("schema, good, bad", IDLE)
+def test_keywords_that_forbid_nothing_are_no_hindrance(
+    tokenizer: Tokenizer, schema: dict[str, Any], good: str, bad: str
+) -> None:
+    """At the top, in a property, in a definition; data and names of properties that look like them stay."""
+    backend = build_tokenizer(tokenizer.to_json(), 320, list(tokenizer.eos_token_ids))
+    nested = {"type": "object", "properties": {"uniqueItems": schema}, "required": ["uniqueItems"]}
+    defined = {"$ref": "#/$defs/then", "$defs": {"then": schema}}
+    for whole, frame in ((schema, "%s"), (nested, '{"uniqueItems": %s}'), (defined, "%s")):
+        grammar = compile_grammar(backend, schema_spec(whole, strict=True))
+        for text, is_good in ((good, True), (bad, False)):
+            matcher = llguidance.LLMatcher(backend, grammar)
+            tokens = backend.tokenize_str(frame % text)
+            allowed = matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens)
+            assert (allowed and matcher.is_accepting()) == is_good, (whole, text)
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "object", "propertyNames": {"pattern": "^a"}},
+    {"type": "array", "uniqueItems": True},
+    {"type": "array", "contains": {"type": "null"}},
+    {"not": {"type": "null"}},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"if": {"type": "string"}, "then": {"maxLength": 1}},
+    {"type": "object", "unevaluatedProperties": False},
+])  # fmt: skip
+def test_keywords_that_forbid_something_stay_refused(tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+    backend = build_tokenizer(tokenizer.to_json(), 320, list(tokenizer.eos_token_ids))
+    with pytest.raises(InvalidSchemaError):
+        compile_grammar(backend, schema_spec(schema))
