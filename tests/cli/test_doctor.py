@@ -19,6 +19,9 @@ from jaxserve.cli.checks import host_findings as host_checks
 from jaxserve.cli.checks.findings import Finding
 from jaxserve.cli.doctor import host_findings
 from jaxserve.config import Config
+from jaxserve.text.tokenizer import Tokenizer
+from tests.models.checkpoints import train_tokenizer
+from tests.models.hostile_directories import copy_demo
 from tests.waiting import LAST_RESORT
 
 DEMO = Path(str(files("jaxserve") / "assets" / "demo"))
@@ -169,3 +172,26 @@ def test_the_memory_is_at_most_the_containers(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(machine_memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
     (found,) = host_checks.host_memory()
     assert found.state == "warn" and found.text == "1.0 of 1.0 GiB are free"
+
+
+def test_doctor_names_tokens_that_transformers_reads_otherwise(tmp_path: Path) -> None:
+    backend = train_tokenizer("bytes")
+    backend.add_special_tokens(["<|turn|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    [found] = device_findings.beside_transformers(tmp_path, Tokenizer.from_directory(tmp_path))
+    assert found.state == "ok" and "added tokens" in found.text
+    other = Tokenizer.from_directory(tmp_path)
+    other.backend.add_tokens(["<only here>"])
+    [found] = device_findings.beside_transformers(tmp_path, other)
+    assert found.state == "warn" and "'<only here>' is" in found.text and "there None" in found.text
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    [found] = device_findings.beside_transformers(tmp_path, other)
+    assert found.state == "warn" and "nothing is compared" in found.text
+
+
+def test_doctor_names_what_is_left_aside(tmp_path: Path) -> None:
+    directory = copy_demo(tmp_path / "model")
+    (directory / "adapter_model.safetensors").write_bytes(b"")
+    found = list(device_findings._model(Config.of(str(directory)), None))
+    assert ["adapter_model.safetensors is not read" in each.text for each in found if each.state == "warn"] == [True]

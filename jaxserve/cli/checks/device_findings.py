@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 
@@ -14,6 +15,8 @@ from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
 from jaxserve.model_directory import local_directory
 from jaxserve.model_files import check_directory
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.converted import is_converted
 from jaxserve.models.loading.loader import inspect
 from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
@@ -95,7 +98,9 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
         yield Finding("model", "ok", f"{path} is a hub id: its files are checked at launch")
         return
     check_directory(directory)
-    Tokenizer.from_directory(directory if config.model.tokenizer is None else config.model.tokenizer)
+    named = config.model.tokenizer
+    tokens = directory if named is None else Path(named)
+    tokenizer = Tokenizer.from_directory(tokens)
     model, dtype = read_model(config, directory, make_mesh("cpu") if mesh is None else mesh)
     context_length(config.model.max_model_len, model)
     size = inspect(directory, dtype=dtype, config=model).num_bytes
@@ -105,3 +110,35 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
         yield Finding("model", "bad", f"{text}, more than the devices hold", fix)
     else:
         yield Finding("model", "ok", text)
+    if not is_converted(directory):
+        for text in open_checkpoint(directory).aside:
+            yield Finding("model", "warn", f"{directory}: {text}", "remove it if it is not meant")
+    if (tokens / "tokenizer.json").is_file():
+        yield from beside_transformers(tokens, tokenizer)
+
+
+_PROBE = "Hello world, 12345 times!\n\n  Größe 日本\tdon't"
+
+
+def beside_transformers(directory: Path, tokenizer: Tokenizer) -> Iterator[Finding]:
+    """Yield what transformers reads otherwise in a directory with a tokenizer.json: tokens, and ids of a text."""
+    from transformers import AutoTokenizer  # noqa: PLC0415  # takes 2 s to import
+
+    try:
+        published = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        theirs = {token.content: i for i, token in published.backend_tokenizer.get_added_tokens_decoder().items()}
+    except Exception as error:  # the libraries below raise anything
+        why = " ".join(str(error).split())[:200]
+        yield Finding("tokenizer", "warn", f"transformers does not read {directory}, so nothing is compared: {why}")
+        return
+    ours = {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    differ = sorted(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
+    texts = [f"{text!r} is {ours.get(text)}, there {theirs.get(text)}" for text in differ]
+    if tokenizer.encode(_PROBE, add_special_tokens=False) != published.encode(_PROBE, add_special_tokens=False):
+        texts.append("a text has other ids")
+    if texts:
+        shown = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
+        fix = "make the files of the tokenizer agree, or set model.tokenizer"
+        yield Finding("tokenizer", "warn", f"transformers reads {directory} otherwise: {shown}", fix)
+    else:
+        yield Finding("tokenizer", "ok", f"{len(ours)} added tokens, and the ids of a text, as transformers reads them")
