@@ -427,6 +427,18 @@ def suggestion(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     return f", did you mean {near[0]}?" if near else ""
 
 
+# what pydantic says of them is about Python
+_PLAIN_WORDS = {
+    "tuple_type": "should be a list",
+    "dataclass_type": "should be a mapping",
+    "model_type": "should be a mapping",
+    "dict_type": "should be a mapping",
+    "extra_forbidden": "is no key here",
+    "unexpected_keyword_argument": "is no key here",
+    "missing": "is missing",
+}
+
+
 def _explain(error: ValidationError) -> str:
     """List all wrong keys in one line, with the allowed types of each key together. Shows no secret."""
     reasons: dict[str, list[str]] = {}
@@ -438,7 +450,8 @@ def _explain(error: ValidationError) -> str:
         if detail["type"] == "extra_forbidden" and len(where) <= 2:
             reasons[f"unknown key {key}{suggestion(key, [*known_keys(), *Config.model_fields])}"] = []
             continue
-        word = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable to parse")[0]
+        word = _PLAIN_WORDS.get(detail["type"]) or detail["msg"].partition(", unable to parse")[0]
+        word = word.removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
         reasons.setdefault(key, []).append(word)
         if rest and rest[0] not in (*SECRETS, *_LISTS):
             shown[key] = f", not {detail['input']!r:.80}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,13 +32,16 @@ def run(words: Sequence[str]) -> int:
     """Run the command `chat`. Raises ConfigError if no server answers or starts."""
     options, rest = _parser().parse_known_args(words)
     name = None if options.url is None else _only_name(rest)
+    # A file is read before a server is started for it; what writes into a pipe may take its time.
+    at_once = not sys.stdin.isatty() and not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
+    question = _whole_input() if at_once else ""
     with _server(options, rest) as url:
         with _client(url, options.api_key) as http:
             served = _served(http, url)
             talk = Conversation(http, name or served[0], system=options.system)
             if sys.stdin.isatty():
                 return ChatShell(talk, Console(soft_wrap=False)).run()
-            return _answer_all(talk)
+            return _answer_all(talk, question or _whole_input())
 
 
 def _client(url: str, key: str | None) -> httpx2.Client:
@@ -58,17 +62,22 @@ def _only_name(words: Sequence[str]) -> str | None:
     return words[0] if words else None
 
 
-def _answer_all(talk: Conversation) -> int:
-    """Answer the whole standard input as one question. The answer goes to stdout, errors to stderr.
-
-    Returns 1, with a line on stderr, if the answer is not whole.
-    """
+def _whole_input() -> str:
+    """Return the whole standard input as one question. Raises ConfigError if it is empty."""
     try:
         question = sys.stdin.buffer.read().decode().strip()
     except UnicodeDecodeError:
         raise ConfigError("the question is not UTF-8") from None
     if not question:
         raise ConfigError("there is no question", fix="echo question | jaxserve chat")
+    return question
+
+
+def _answer_all(talk: Conversation, question: str) -> int:
+    """Answer one question. The answer goes to stdout, errors to stderr.
+
+    Returns 1, with a line on stderr, if the answer is not whole.
+    """
     reason = answer(talk, question, Console(highlight=False), markdown=False)
     if reason == "stop":
         return 0

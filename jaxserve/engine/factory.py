@@ -19,7 +19,7 @@ from jaxserve.engine.core.engine_control import EngineControl
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.core.late_start import LateStart
 from jaxserve.engine.core.page_handover import PageHandover, check_handover
-from jaxserve.engine.engine_info import CPU_SHARE, ServedModel, engine_info
+from jaxserve.engine.engine_info import CPU_SHARE, DEMO_NAME, ServedModel, engine_info
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
@@ -158,10 +158,14 @@ def _refuse_mesh(config: Config, group: Leader | None) -> None:
 
 
 def locate(config: Config) -> Path:
-    """Return the checkpoint's directory: of the embedded demo model, a local one, or one downloaded from the hub."""
-    if config.model.path is None:
+    """Return the checkpoint's directory: of the embedded demo model, a local one, or one downloaded from the hub.
+
+    The name of the demo model means it where no such directory is.
+    """
+    path = config.model.path
+    if path is None or (path == DEMO_NAME and not Path(path).exists()):
         return Path(str(files("jaxserve") / "assets" / "demo"))
-    return resolve(config.model.path, revision=config.model.revision)
+    return resolve(path, revision=config.model.revision)
 
 
 def _tokenizer_dir(config: Config, directory: Path) -> Path:

@@ -211,6 +211,14 @@ def test_no_server_and_no_question(server: RunningServer) -> None:
     assert "there is no question" in piped(server.url, " \n", "--api-key", "secret").stderr
 
 
+def test_without_a_question_no_server_is_started() -> None:
+    """Its model is not there, which would be the reason if one were started."""
+    words = [sys.executable, "-m", "jaxserve", "chat", "/nonexistent/model"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "jaxserve: there is no question -> echo question | jaxserve chat\n"
+
+
 def test_a_session_in_a_terminal(server: RunningServer, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     with terminal(server.url, tmp_path) as (screen, process):

@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from jaxserve.cli import main
 from jaxserve.cli.launch import Launch
-from jaxserve.cli.serving.listening import bind, check_certificates
+from jaxserve.cli.serving.listening import REPEATED, bind, check_certificates, on_signals
 from jaxserve.client.processes import supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
@@ -99,6 +99,23 @@ def test_signals_drain_and_say_so(
         signal.signal(signal.SIGHUP, before)
     what = "draining: 1 running, at most 30 s" if running else "stopping"
     assert f"jaxserve: {number.name}: {what}; a second signal ends it at once\n" in capsys.readouterr().err
+
+
+def test_one_signal_that_comes_twice_is_one() -> None:
+    """Sent to the process and to its group, as some supervisors do."""
+    seen: list[signal.Signals] = []
+
+    async def work() -> None:
+        on_signals(seen.append)
+        for pause in (0.01, 0.01, 1.2 * REPEATED):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(pause)
+        assert seen == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+    assert seen == [signal.SIGTERM, signal.SIGINT]
 
 
 def test_sigterm_before_the_server_handles_signals() -> None:

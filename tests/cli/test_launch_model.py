@@ -14,6 +14,8 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.engine.engine_info import served_names
+from jaxserve.engine.factory import locate
+from jaxserve.errors import ModelLoadError
 from tests.cli.test_launch import launch
 from tests.transport.test_child_process import plant
 from tests.waiting import LAST_RESORT
@@ -107,3 +109,12 @@ def test_a_directory_that_is_named_as_on_the_hub_has_both_names(
     for path in ("./Qwen/Qwen3-8B", str(tmp_path / "Qwen" / "Qwen3-8B"), "Qwen/../Qwen/Qwen3-8B"):
         assert served_names(Config.of(path)) == ["Qwen3-8B"]
     assert served_names(Config.of("Qwen/Qwen3-0.6B")) == ["Qwen/Qwen3-0.6B"], "of the hub"
+
+
+def test_the_demo_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert locate(Config.of("demo")) == locate(Config()) and served_names(Config.of("demo")) == ["demo"]
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        locate(Config.of("demos"))
+    (tmp_path / "demo").mkdir()
+    assert locate(Config.of("demo")) == Path("demo"), "a directory of this name is meant"

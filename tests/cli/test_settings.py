@@ -12,7 +12,7 @@ from docgen.configuration import reference
 from jaxserve.cli.config import dump
 from jaxserve.cli.main import main
 from jaxserve.cli.options.help import launch_help
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options.settings import load_config, validate
 from jaxserve.cli.serving.listening import warn_if_open
 from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
@@ -212,7 +212,7 @@ def test_named_keys_come_from_a_file_the_environment_or_a_flag(tmp_path: Path) -
         ({"keys": [{"name": "", "value": "the-key"}]}, "server.keys.0.name"),
         ({"keys": [{"name": "a", "value": "the-key", "sha256": HASH}]}, "one of them"),
         ({"keys": [{"name": "a", "sha256": "the-key"}]}, "server.keys.0.sha256"),
-        ({"keys": [{"name": "a", "value": "the-key", "rank": 1}]}, "server.keys.0.rank: Extra inputs"),
+        ({"keys": [{"name": "a", "value": "the-key", "rank": 1}]}, "server.keys.0.rank: is no key here"),
         ({"keys": [*KEYS, {"name": "alice", "value": "other"}]}, "'alice' is given twice"),
         ({"keys": [*KEYS, {"name": "bob", "sha256": HASH}]}, "'alice' is the same"),
         ({"keys": KEYS, "api_key": "the-key"}, "'alice' is the same"),
@@ -296,3 +296,30 @@ def test_the_help_of_config(words: list[str], capsys: pytest.CaptureFixture[str]
 def test_schema_takes_no_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema", "--port", "1"]) == 2
     assert "schema takes no --port" in capsys.readouterr().err
+
+
+def test_all_wrong_variables_are_named() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], {"JAXSERVE_PORT": "1", "JAXSERVE_SERVER__HOSTT": "2", "JAXSERVE_SERVER__HOST": "::1"})
+    assert str(error.value).count("unknown variable") == 2
+    assert "JAXSERVE_SERVER__PORT?" in str(error.value) and "JAXSERVE_SERVER__HOST?" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"server": {"keys": [{"name": "a"}, 5]}}, "server.keys.1: should be a mapping"),
+        ({"server": {"keys": {"a": "b"}}}, "server.keys: should be a list"),
+        ({"server": {"keys": [{"value": "k-12345"}]}}, "server.keys.0.name: is missing"),
+        ({"server": {"keys": [{"name": "a", "value": "k-12345", "x": 1}]}}, "server.keys.0.x: is no key here"),
+        ({"server": {"keys": [{"name": "a b", "value": "k-12345"}]}}, "server.keys.0.name: should match pattern"),
+        ({"models": {"served": [5]}}, "models.served.0: should be a mapping"),
+        ({"models": {"served": {"a": {}}}}, "models.served: should be a list"),
+    ],
+)
+def test_a_wrong_entry_of_a_list_is_explained_without_words_of_python(section: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(section)
+    text = str(error.value)
+    assert told in text
+    assert not any(word in text for word in ("tuple", "instance", "dictionary", "Input", "inputs", "String"))

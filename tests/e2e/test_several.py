@@ -226,7 +226,7 @@ def test_the_page_shows_a_load_and_the_files_of_the_chosen_model(
     browser.run("document.getElementById('models').value = 'third'")
     browser.run("document.getElementById('temperature').value = 0")
     ask(browser, "What is the capital of France?")
-    browser.wait("document.getElementById('notice').textContent.startsWith('third is loading')")
+    browser.wait("document.getElementById('notice').textContent.startsWith('The model third is loading')")
     browser.picture(tmp_path / "model_loading.png")
     browser.wait(f"{ENDED} === 1")
     assert "Paris" in browser.run("document.querySelector('.assistant .body').innerText")

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import psutil
 
+from jaxserve.cli.serving.listening import REPEATED
 from tests.faults.helpers import is_engine
 from tests.faults.launched import Launched
 from tests.waiting import LAST_RESORT, wait_until
@@ -136,6 +137,7 @@ def test_a_second_signal_ends_at_once(compile_cache: str, tmp_path: Path) -> Non
         server.send(signal.SIGTERM)
         wait_until(lambda: health(server) == 503, "the first signal is seen")
         assert server.process.poll() is None
+        time.sleep(REPEATED)
         server.send(signal.SIGTERM)
         assert server.process.wait(LAST_RESORT) == 130  # 0 where the stream was waited for
         assert psutil.wait_procs(processes, timeout=LAST_RESORT)[1] == [] and server.port_is_free()

@@ -183,7 +183,7 @@ async function tellLoading(model, isWaiting) {
     if (!isWaiting()) break;
     const state = await stateOf(model).catch(() => "");
     if (!isWaiting()) break;
-    if (state) notice(`${model} is ${state}.`, false);
+    if (state) notice(`The model ${model} is ${state}.`, false);
     told ||= state !== "";
   }
   if (told) notice("");

@@ -118,6 +118,7 @@ def _yaml_problem(error: Exception) -> str:
 
 def _parse_environment(environ: Mapping[str, str], notice: Callable[[str], None]) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    unknown = list[str]()
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable.startswith(_TEST_PREFIX):
             continue
@@ -128,8 +129,11 @@ def _parse_environment(environ: Mapping[str, str], notice: Callable[[str], None]
         if key not in known_keys():
             if _is_service_link(variable, text):
                 continue
-            raise ConfigError(f"unknown variable {variable}{_right_variable(variable)}")
+            unknown.append(f"unknown variable {variable}{_right_variable(variable)}")
+            continue
         values[key] = plain(text, key)
+    if unknown:
+        raise ConfigError("; ".join(unknown))
     return values
 
 

@@ -7,10 +7,12 @@ import contextlib
 import datetime
 import errno
 import logging
+import math
 import os
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from jaxserve.config import ServerSection
 from jaxserve.errors import ConfigError
 
 BACKLOG = 2048  # connections that the kernel queues
+REPEATED = 0.2  # seconds
 
 _LOOPBACK: dict[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _BIND_FIXES = {
@@ -149,9 +152,20 @@ def url_of(listener: socket.socket, section: ServerSection) -> str:
 
 
 def on_signals(act: Callable[[signal.Signals], None]) -> None:
-    """Call `act` at each SIGINT, SIGTERM or SIGHUP. Call in the main thread, on the event loop."""
+    """Call `act` at each SIGINT, SIGTERM or SIGHUP. Call in the main thread, on the event loop.
+
+    A signal within REPEATED seconds of another is the same one: some supervisors send it to a process and to its group.
+    """
+    latest = -math.inf
+
+    def first(number: signal.Signals) -> None:
+        nonlocal latest
+        if (now := time.monotonic()) - latest >= REPEATED:
+            latest = now
+            act(number)
+
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
         numbers.append(signal.SIGHUP)
     for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, act, number)
+        asyncio.get_running_loop().add_signal_handler(number, first, number)
