@@ -184,8 +184,8 @@ def test_every_kind_of_message_comes_back_as_it_was(server: LiveServer) -> None:
     system = [HEADER | {"text": HEADER["text"] % "1"}, {"type": "text", "text": "Be brief."}]
     head = {"system": system, "tools": [tool, {"type": "web_search_20250305", "name": "web_search"}]}
     sent: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Look", "cache_control": {"type": "x"}}]}]
-    reply_with(server, '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa')
-    reply = begin(server, *sent, **head)
+    reply_with(server, CALL)
+    reply = begin(server, *sent, stop_sequences=["ris"], **head)
     assert reply["content"][-1]["input"] == {"INVALID_JSON": '{"city": "Pa'}
     result = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"], "content": [], "is_error": True}
     for new in (
