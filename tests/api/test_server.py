@@ -88,8 +88,11 @@ def test_a_body_over_the_limit() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_client_that_leaves_ends_its_request(server: LiveServer, path: str, stream: bool) -> None:
     body: dict[str, Any] = {"model": "demo", "stream": stream, "prompt": "x", "text": "x"}
-    body |= {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 400}
-    body |= {"sampling_params": {"ignore_eos": True, "max_new_tokens": 400}}
+    body |= {"messages": [{"role": "user", "content": "x"}]}
+    if path == "/generate":
+        body |= {"sampling_params": {"ignore_eos": True, "max_new_tokens": 400}}
+    else:
+        body |= {"ignore_eos": True, "max_tokens": 400}
     server.link.delay = 0.05
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         data = server.http.build_request("POST", path, json=body).content
