@@ -115,6 +115,7 @@ class StoredForm:
     zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
     unquantized: modules that are not quantised.
     indexed: whether GPTQ's checkpoint has g_idx, which those of AutoRound leave out.
+    symmetric: whether a GPTQ or AWQ checkpoint may leave out its zeros, because all are the middle of the codes.
     permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
     rounds_activations: whether it was made for activations of 8 bits, see `runtime.activations`.
     found: the quantised modules, known once the files are open; then `unquantized` has no effect.
@@ -131,6 +132,7 @@ class StoredForm:
     permuted: bool = False
     rounds_activations: bool = False
     indexed: bool = True
+    symmetric: bool = False
     found: frozenset[str] | None = None
     types: tuple[tuple[str, str], ...] = ()
 

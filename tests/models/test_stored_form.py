@@ -540,6 +540,11 @@ def test_what_is_needed_of_a_quantized_checkpoint_is_named(tmp_path: Path) -> No
     kept = {key: array for key, array in stored.items() if not key.endswith("g_idx")}
     with pytest.raises(ModelLoadError, match="g_idx"):
         load(write_checkpoint(tmp_path / "order", hf_of("llama", form), kept), "stored")
+    for form in (AWQ | {"zero_point": True}, gptq(4, 32, sym=False)):
+        stored, _ = write(random_tensors(MODELS["llama"]), form)
+        kept = {key: array for key, array in stored.items() if not key.endswith("qzeros")}
+        with pytest.raises(ModelLoadError, match=r"missing: .*qzeros"):
+            load(write_checkpoint(tmp_path / form["quant_method"], hf_of("llama", form), kept), "stored")
     with pytest.raises(ModelLoadError, match=f"unknown: {zero}"):
         biased = stored | {zero: np.full(64, 0.5, np.float16)}
         load(write_checkpoint(tmp_path / "bias", hf_of("llama", form), biased), "none")

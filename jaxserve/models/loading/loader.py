@@ -131,7 +131,9 @@ def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     if form is not None and form.method in ("gptq", "awq"):
         kinds = {name.rpartition(".")[2] for name in checkpoint.tensors}
         # inputs in order need no g_idx; without zeros the middle of the codes is 0
-        form = dataclasses.replace(form, indexed=form.permuted or "g_idx" in kinds, zeros="qzeros" in kinds)
+        form = dataclasses.replace(
+            form, indexed=form.permuted or "g_idx" in kinds, zeros=not form.symmetric or "qzeros" in kinds
+        )
     return config.replace(stored_form=form, tie_word_embeddings=tied)
 
 

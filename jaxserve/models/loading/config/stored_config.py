@@ -199,7 +199,9 @@ def _gptq(found: Json) -> StoredForm:
     ignored = ModuleNames((_HEAD,), substrings=tuple(_names(found, "modules_to_not_convert")))
     group = _group(found.get("group_size"))
     permuted = bool(found.get("desc_act")) and not found.get("static_groups") and group is not None
-    return StoredForm("gptq", _bits(found, "bits"), group, True, ignored, offset, permuted)
+    return StoredForm(
+        "gptq", _bits(found, "bits"), group, True, ignored, offset, permuted, symmetric=found.get("sym") is not False
+    )
 
 
 def _awq(found: Json) -> StoredForm:
@@ -210,7 +212,8 @@ def _awq(found: Json) -> StoredForm:
     _only(found, "bits", 4)
     _only(found, "zero_point", None, False, True)
     ignored = ModuleNames((_HEAD,), substrings=tuple(_names(found, "modules_to_not_convert")))
-    return StoredForm("awq", 4, _group(found.get("group_size")), found.get("zero_point") is not False, ignored)
+    zeros, group = found.get("zero_point"), _group(found.get("group_size"))
+    return StoredForm("awq", 4, group, zeros is not False, ignored, symmetric=zeros is not True)
 
 
 def _only(found: Json, key: str, *supported: Any) -> None:
