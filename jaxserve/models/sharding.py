@@ -18,6 +18,8 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.weights import Axes, ParamSpec
 from jaxserve.ops.native import Weight
 
+_FITTING = "jaxserve plan MODEL --mesh N shows the splits of N devices that fit"
+
 # Logical axis of a parameter -> mesh axes that split it. An axis that is not here is never split.
 RULES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -39,7 +41,9 @@ def for_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelConfig:
     try:
         return config.for_tensor(mesh.shape.get("tensor", 1))
     except ValueError as error:
-        raise ModelLoadError(f"{config.architecture}: {error}", fix="choose another mesh.tensor") from error
+        raise ModelLoadError(
+            f"{config.architecture}: {error}", fix=f"choose another mesh.tensor; {_FITTING}"
+        ) from error
 
 
 def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -75,7 +79,7 @@ def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:
         other = f", or {wide}" if spec.packing else ""
         raise ModelLoadError(
             f"{spec.name}: {axis} of {size} cannot be split over {devices} devices",
-            fix=f"choose other mesh.tensor and mesh.expert{other}",
+            fix=f"choose other mesh.tensor and mesh.expert{other}; {_FITTING}",
         )
 
 
