@@ -62,7 +62,7 @@ def schema(**parts: Any) -> GrammarSpec:
 UNSUPPORTED = [
     (schema(**{"not": {"type": "string"}}), "not"),
     (schema(uniqueItems=True), "uniqueItems"),
-    (schema(**{"if": {}, "then": {}}), "if"),
+    (schema(**{"if": {"type": "null"}, "then": {"const": 1}}), "if"),
     (schema(type="strnig"), "Invalid type"),
     (schema(**{"$ref": "http://127.0.0.1:1/x"}), "http://127.0.0.1:1/x"),
     (schema(**{"$ref": "#/nope"}), "does not exist"),
