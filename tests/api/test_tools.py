@@ -436,9 +436,7 @@ def test_histories_with_odd_arguments_and_ids_render_on_every_route() -> None:
         reply_with(server, "Fine.")
 
         def ask(path: str, body: dict[str, Any]) -> None:
-            answer = server.post(
-                path, {"model": "demo", "max_tokens": 20, "max_output_tokens": 20, "stream": False} | body
-            )
+            answer = server.post(path, {"model": "demo", "stream": False} | body)
             assert answer.status_code == 200, (path, answer.text)
             prompts.setdefault(path, []).append(server.engine.tokenizer.decode(server.link.seen[-1].prompt_token_ids))
 
@@ -464,7 +462,7 @@ def test_histories_with_odd_arguments_and_ids_render_on_every_route() -> None:
                     "content": [{"type": "tool_use", "id": call_id, "name": "weather", "input": input}],
                 }
                 block = {"type": "tool_result", "tool_use_id": call_id, "content": result}
-                ask("/v1/messages", {"messages": [user, use, {"role": "user", "content": [block]}]})
+                ask("/v1/messages", {"max_tokens": 20, "messages": [user, use, {"role": "user", "content": [block]}]})
                 function = {"name": "weather", "arguments": input}
                 messages = [user, {"role": "assistant", "tool_calls": [{"function": function}]}]
                 ask("/api/chat", {"messages": [*messages, {"role": "tool", "tool_name": "weather", "content": result}]})
