@@ -357,9 +357,9 @@ def _child(section: str, options: Options, results: Results) -> None:
     )
     platform = "cpu"
     if not section.startswith("serve"):  # a server's process has the device to itself
-        import jax  # noqa: PLC0415  the parent touches no device
+        from jaxserve.runtime.mesh import find_devices  # noqa: PLC0415  the parent touches no device
 
-        platform = jax.default_backend()
+        platform = find_devices()[0].platform  # sets the share of the memory, which the first use of a device fixes
     run_section(section, Bench(section, options, results, reporter, platform, answers_of(section)))
 
 

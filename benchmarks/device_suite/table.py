@@ -63,18 +63,22 @@ def markdown(saved: dict[str, Any]) -> str:
         f"Device: {told}{f', jax {jax}' if jax else ''}." + (" Tiny sizes: no measurement." if saved["tiny"] else "")
     ]
     lines += ["", "| | here | of the roofline | published | here / published |", "|---|---|---|---|---|"]
-    lines += [_line(line, rows.get((line.section, line.cell), {})) for line in LINES]
+    lines += [_line(line, rows.get((line.section, line.cell), {}), tiny=saved["tiny"]) for line in LINES]
     lines += ["", _numerics(saved["rows"])]
     lines += [f"- {text}" for text in _failures(saved["rows"])]
     return "\n".join(lines)
 
 
-def _line(line: Line, row: dict[str, Any]) -> str:
+def _line(line: Line, row: dict[str, Any], *, tiny: bool) -> str:
     value = row.get(line.key)
     here = "not measured" if not row else "failed" if value is None else f"{_number(value)} {line.unit}"
     share = f"{100 * row['of_roofline']:.0f} %" if row.get("of_roofline") else "-"
     mark = f"{_number(line.mark)} {line.unit} ({line.whose})" if line.mark else "-"
-    ratio = f"{value / line.mark:.2f}{'' if line.more else ' (less is better)'}" if value and line.mark else "-"
+    ratio = (
+        f"{value / line.mark:.2f}{'' if line.more else ' (less is better)'}"
+        if value and line.mark and not tiny
+        else "-"
+    )
     return f"| {line.what} | {here} | {share} | {mark} | {ratio} |"
 
 

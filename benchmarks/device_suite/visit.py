@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15.0, help="of the machine, all in all")
     parser.add_argument("--image", type=Path, default=IMAGE, help="file with the packages of the machine")
     parser.add_argument("--collect", type=Path, help="folder of files that came back otherwise")
-    parser.add_argument("--into", type=Path, help="file whose table is written; tiny results are not for BENCHMARKS.md")
+    parser.add_argument("--into", type=Path, help="file whose table is written, unless sizes are tiny")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a rehearsal on a CPU")
     given = parser.parse_args()
     flags = ("--tiny",) if given.tiny else ()
@@ -259,9 +259,12 @@ def main() -> int:
             return 0
         Visit(given.run, given.minutes, flags).run()
     if (KEPT / RESULTS).exists():
-        text = table.markdown(json.loads((KEPT / RESULTS).read_text()))
+        saved = json.loads((KEPT / RESULTS).read_text())
+        text = table.markdown(saved)
         print(text)
-        if given.into:
+        if given.into and saved["tiny"]:
+            print(f"tiny sizes measure nothing: {given.into} stays as it is")
+        elif given.into:
             table.write(given.into, text)
     return 0
 

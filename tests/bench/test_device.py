@@ -489,6 +489,7 @@ def test_the_table_has_published_marks_beside_ours(tmp_path: Path) -> None:
     assert "| 8B bfloat16 over HTTP, 100 clients | 14,700 tokens/s | - | 9,800 tokens/s (H100, SGLang) | 1.50 |" in text
     assert "500 clients | failed | - | 20,000 tokens/s" in text and "not measured | - | 235 ms" in text
     assert "Numbers: 1 of 2 checks" in text and "- wrong: numerics triton llama mixed" in text
+    assert "1.50" not in table.markdown({"tiny": True, "rows": rows})  # a tiny model beside a mark says nothing
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     table.write(page, text)
