@@ -143,6 +143,27 @@ def test_what_the_model_left_open_at_its_own_end_is_closed(family: str, text: st
         assert arguments.endswith("}") is closed
 
 
+@pytest.mark.parametrize("family, begin", [
+    ("hermes", "<tool_call>"), ("hermes", "<tool_call>["), ("qwen3_coder", "<tool_call>"), ("glm45", "<tool_call>"),
+    ("granite", "<|tool_call|>["), ("internlm", "<|action_start|><|plugin|>"), ("phi4_mini_json", "functools["),
+    ("jamba", "<tool_calls>["), ("mistral", "[TOOL_CALLS]["), ("mistral", "[TOOL_CALLS]"), ("llama3_json", ""),
+    ("llama3_json", "<|python_tag|>"), ("json", "["),
+])  # fmt: skip
+@pytest.mark.parametrize("call", [
+    '{"name": "write"', '{"name": "write", "', '{"name": "write", "ARGUMENTS": ', '{"function": {"name": "write", "ARG',
+    '{"id": "1", "name": "write", "path": "a', "{'name': 'write', ",
+])  # fmt: skip
+def test_a_call_in_json_that_is_cut_after_its_name_is_started(family: str, begin: str, call: str) -> None:
+    """Its arguments are empty: it is not whole. After another call it is the second."""
+    key = "parameters" if family in ("internlm", "llama3_json", "json") else "arguments"
+    text = call.replace("ARGUMENTS", key)
+    assert calls_of(family, begin + text, whole=False) == ("", [("write", "")])
+    assert calls_of(family, begin + text, whole=True) == (begin + text, [])
+    first = f'{{"name": "write", "{key}": {{"path": "a"}}}}'
+    calls = [("write", '{"path": "a"}'), ("write", "")]
+    assert calls_of(family, f"{begin}{first}, {text}", whole=False) == ("", calls)
+
+
 @pytest.mark.parametrize("value, key, expected", [
     ("['x', None, (1, True)]", "tags", ["x", None, [1, True]]), ("{'a': True}", "options", {"a": True}),
     ("{'it\\'s': \"q\"}", "options", {"it's": "q"}), ("['x'", "tags", "['x'"), ("['x']", "path", "['x']"),

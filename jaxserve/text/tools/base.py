@@ -321,7 +321,8 @@ class ToolParser(ABC):
 class _JsonCall:
     """One call written as a JSON object whose opening brace has been read.
 
-    It is started when its arguments begin: what has a name and cannot be read further is no call.
+    It is started when its arguments begin: what has a name and cannot be read further is no call. One that a limit or a
+    stop string cut after its name is started without arguments.
     """
 
     NAMES = ("name", "tool_name", "function")
@@ -341,6 +342,9 @@ class _JsonCall:
         self.is_open = not (whole or self.started) and self.reader.ended
         if whole and self.name is not None and not self.started:
             self._start_with_members(self.name)
+        if self.is_open and self.name is not None and not self.parser.is_whole:
+            self.parser.start_call(self.name)  # a limit or a stop string cut it: what it would have called is shown
+            self.started = True
         if self.started:
             self.parser.end_call(whole=whole)
             yield from self.parser.skip_braces()
