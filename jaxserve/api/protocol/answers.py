@@ -229,8 +229,11 @@ class OllamaError(Answer):
 
 
 class AnthropicErrorDetail(Answer):
+    """What went wrong. `details` is absent if the SDKs have nothing to act on."""
+
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicError(Answer):
