@@ -12,9 +12,7 @@ from pydantic import BaseModel
 from jaxserve.api.docs.type_text import type_text
 from jaxserve.cli.options.help import COMMON, default, section_title
 from jaxserve.cli.options.settings import variable_of
-from jaxserve.config import Config, known_keys
-from jaxserve.config_sections.keys import ApiKey
-from jaxserve.config_sections.models import ModelEntry
+from jaxserve.config import ApiKey, Config, ModelEntry, known_keys
 
 _HEAD = """\
 # Configuration

@@ -3,29 +3,50 @@
 This file defines the keys, their defaults and their limits. It reads nothing from a model or a device: "auto" values
 stay "auto" here. The component that knows the value resolves it, into a new Config (`resolved`).
 cli/options/settings.py parses files, flags and environment variables.
+
+The section of the configuration for the KV cache.
+
+Named API keys: `server.keys` of the configuration.
+
+The section of the configuration for the devices of an engine.
+
+The list of models that one server serves behind one address, each by processes of its own.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Secret, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Secret,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
-from jaxserve.config_sections.cache import CacheSection
-from jaxserve.config_sections.keys import ApiKey, ApiKeys, check_distinct
-from jaxserve.config_sections.mesh import MeshSection
-from jaxserve.config_sections.models import ModelsSection
-from jaxserve.config_sections.value_types import (
+from jaxserve.config_types import (
     WEEK,
     Auto,
     Bytes,
     DirPath,
     DirPaths,
+    FilePath,
     Float,
     HostNames,
     Int,
@@ -39,11 +60,302 @@ from jaxserve.config_sections.value_types import (
     TextOrTemplate,
     Url,
     Words,
+    json_list,
     reveal,
 )
 from jaxserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+class CacheSection(Section):
+    """The paged KV cache."""
+
+    page_size: Annotated[Int, Field(ge=1, le=4096)] | Auto = Field(
+        "auto", description="Tokens per page. auto: 16 on CPU and GPU, 128 on TPU."
+    )
+    num_pages: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
+        "auto", description="Number of pages. auto: as many as memory_fraction allows."
+    )
+    num_window_pages: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
+        "auto",
+        description="Number of pages of the sliding-window layers, which only store the window. auto: enough for "
+        "max_num_seqs requests, or half of num_pages.",
+    )
+    memory_fraction: Float = Field(
+        0.9,
+        ge=0.01,
+        le=1,
+        description="Share of XLA's memory that weights, KV cache and activations may use.",
+    )
+    prefix_cache: bool = Field(True, description="Reuse the KV pages of equal prompt prefixes.")
+    host_memory: Bytes | None = Field(
+        None,
+        description="Memory of the host for pages that are evicted from the prefix cache, e.g. 8GiB. They are loaded "
+        "again instead of computed. null: none.",
+    )
+    disk: DirPath | None = Field(
+        None,
+        description="Directory of a file for these pages, so that they survive a restart. The file has the size of "
+        "cache.host_memory, and only its pages in use need memory. null: no file.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
+        "auto",
+        description="Data type of keys and values. auto: that of the activations. int8 and fp8 (E4M3) have a float32 "
+        "scale for each token and head.",
+    )
+
+    @field_validator("host_memory")
+    @classmethod
+    def _of_prefixes(cls, host_memory: int | None, info: ValidationInfo) -> int | None:
+        if host_memory is not None and not info.data.get("prefix_cache", True):
+            raise ValueError("it needs cache.prefix_cache")
+        return host_memory
+
+    @field_validator("disk")
+    @classmethod
+    def _of_host_pages(cls, disk: Path | None, info: ValidationInfo) -> Path | None:
+        if disk is not None and info.data.get("host_memory", 1) is None:
+            raise ValueError("it needs cache.host_memory")
+        return disk
+
+
+DEFAULT_KEY = "default"  # the name of server.api_key
+MAX_KEYS = 256  # each request is compared with all of them
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+def digest_of(key: str) -> bytes:
+    """Return the SHA-256 of a key, 32 bytes."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _digest(value: SecretStr) -> SecretStr:
+    if not _DIGEST.fullmatch(value.get_secret_value()):
+        raise ValueError("should be 64 hexadecimal digits")
+    return value
+
+
+class ApiKey(BaseModel):
+    """An API key and its name. Objects created with the key belong to the name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the key's owner.")
+    value: Key | None = Field(None, description="The key.")
+    sha256: Annotated[SecretStr, AfterValidator(_digest)] | None = Field(
+        None, description="The SHA-256 hash of the key, in hexadecimal, instead of the key."
+    )
+
+    weight: float = Field(
+        1.0, gt=0, le=1000, allow_inf_nan=False, description="Share of the engine, relative to the other keys."
+    )
+    max_running: int | None = Field(
+        None, ge=1, le=2**20, description="Requests of the key that run at once; further ones wait. Default: no limit."
+    )
+    max_queued: int | None = Field(
+        None, ge=0, le=2**20, description="Requests of the key that may wait; more are refused. Default: no limit."
+    )
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=2**40, description="Tokens, prompt and output, that refill evenly. Default: no limit."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ApiKey:
+        if (self.value is None) == (self.sha256 is None):
+            raise ValueError("give value or sha256, one of them")
+        return self
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key, 32 bytes."""
+        return digest_of(reveal(self.value)) if self.sha256 is None else bytes.fromhex(reveal(self.sha256))
+
+
+ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(json_list), Field(max_length=MAX_KEYS)]
+
+
+def check_distinct(keys: Sequence[ApiKey], single: SecretStr | None, admin: SecretStr | None) -> None:
+    """Raise ValueError for a duplicate name, and for a key with two names, because its owner would be ambiguous.
+
+    single, admin: server.api_key and server.admin_api_key
+    """
+    names = Counter([key.name for key in keys] + [DEFAULT_KEY] * (single is not None))
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"the name {repeated[0]!r} is given twice ({DEFAULT_KEY!r} is that of server.api_key)")
+    others = {digest_of(reveal(key)) for key in (single, admin) if key is not None}
+    digests = Counter([key.digest for key in keys] + list(others))
+    if repeated := [key.name for key in keys if digests[key.digest] > 1]:
+        raise ValueError(f"the key {repeated[0]!r} is the same as another one")
+
+
+DEFAULT_PORT = 29500
+
+
+class MeshSection(Section):
+    """How an engine uses several devices, and how many engines run."""
+
+    replicas: Int = Field(
+        1, ge=1, le=64, description="Number of engines behind one address, each with its own devices."
+    )
+    prefill_replicas: Int = Field(
+        0,
+        ge=0,
+        le=63,
+        description="How many of them only compute prompts, and pass the KV pages to the others, which produce the "
+        "tokens. 0: each does both.",
+    )
+    prefill_min_tokens: Int = Field(
+        256,
+        ge=1,
+        le=2**26,
+        description="With prefill_replicas: a prompt with fewer tokens that are not cached is computed where its "
+        "tokens are produced.",
+    )
+    data: Int = Field(
+        1, ge=1, le=4096, description="Only 1: an engine does not split its requests over devices. Use replicas."
+    )
+    tensor: Int = Field(
+        1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."
+    )
+    expert: Int = Field(1, ge=1, le=4096, description="Expert parallelism: number of devices that share the experts.")
+    device: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="Platform to run on.")
+    hosts: Int = Field(
+        1, ge=1, le=1024, description="Number of machines whose devices one engine uses; each runs this command."
+    )
+    cluster: Literal["none", "auto", "lws", "slurm", "gke"] = Field(
+        "none",
+        description="Whose variables say hosts, host_rank and leader_address where they are not given: "
+        "LeaderWorkerSet's (lws), SLURM's, those of TPU slices on GKE, or the ones that are there (auto).",
+    )
+    host_rank: Int = Field(
+        0, ge=0, le=1023, description="Which of these machines this is. 0: the leader, which schedules and serves HTTP."
+    )
+    leader_address: Text = Field(
+        "127.0.0.1",
+        description="Name or IPv4 address of the leader, HOST or HOST:PORT, where it listens for the other machines.",
+    )
+    leader_port: Annotated[Int, Field(ge=1, le=65535)] | None = Field(
+        None, description="The port there. Default: that of leader_address, or 29500."
+    )
+    group_key_file: FilePath | None = Field(
+        None,
+        description="File with a secret of at least 16 characters, the same on all machines. Only a leader at a "
+        "loopback address needs none.",
+    )
+    join_timeout: Seconds = Field(600.0, description="Seconds that the leader waits for the other machines.")
+
+    @property
+    def leader(self) -> tuple[str, int]:
+        """Host and port of the leader."""
+        host, _, port = self.leader_address.partition(":")
+        return host, self.leader_port or int(port or DEFAULT_PORT)
+
+    @field_validator("prefill_replicas")
+    @classmethod
+    def _leaves_some(cls, count: int, info: ValidationInfo) -> int:
+        if count >= (replicas := info.data.get("replicas", count + 1)) and count:
+            raise ValueError(f"mesh.replicas is {replicas}, and one of them must produce tokens")
+        return count
+
+    @field_validator("leader_port")
+    @classmethod
+    def _one_port(cls, port: int | None, info: ValidationInfo) -> int | None:
+        named = info.data.get("leader_address", "").partition(":")[2]
+        if port is not None and named and int(named) != port:
+            raise ValueError(f"leader_address has port {named}")
+        return port
+
+    @field_validator("leader_address")
+    @classmethod
+    def _has_a_port(cls, address: str) -> str:
+        host, colon, port = address.partition(":")
+        if not host or (colon and not (port.isdecimal() and 0 < int(port) < 2**16)):
+            raise ValueError("should be HOST or HOST:PORT")
+        return address
+
+    @field_validator("host_rank")
+    @classmethod
+    def _is_a_host(cls, rank: int, info: ValidationInfo) -> int:
+        if rank >= (hosts := info.data.get("hosts", rank + 1)):
+            raise ValueError(f"there are {hosts} hosts, from 0 to {hosts - 1}")
+        return rank
+
+
+MAX_MODELS = 64
+OWN_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")  # what each model may set for itself
+
+
+def own_sections(value: Any) -> Any:
+    """Check what one model sets for itself, a path or sections. Raises ValueError."""
+    if not isinstance(value, str | dict):
+        raise ValueError("should be the path of a YAML file, or sections")
+    if isinstance(value, dict) and (shared := [name for name in value if name not in OWN_SECTIONS]):
+        raise ValueError(f"the section {str(shared[0])[:40]!r} is for all models: set it beside `models`")
+    if isinstance(value, dict) and (
+        bare := [name for name, keys in value.items() if not isinstance(keys, dict | None)]
+    ):
+        raise ValueError(f"the section {bare[0]!r} should be a mapping")
+    return value
+
+
+class ModelEntry(BaseModel):
+    """One of several models."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$", description="Name that requests send as `model`."
+    )
+    config: Annotated[Text | dict[str, Any], BeforeValidator(own_sections)] = Field(
+        default_factory=dict,
+        description="Path of a YAML file, or the sections themselves: what differs from the sections of the main file.",
+    )
+    load: Literal["start", "demand"] = Field(
+        "demand", description="start: loaded with the server. demand: by the first request."
+    )
+    idle_seconds: Seconds | None = Field(
+        None, description="Unload the model after this many seconds without a request. null: never."
+    )
+
+
+def _distinct(entries: Sequence[ModelEntry]) -> Sequence[ModelEntry]:
+    counts = Counter(entry.name for entry in entries)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"the name {repeated[0]!r} is given twice")
+    return entries
+
+
+ModelEntries = Annotated[
+    tuple[ModelEntry, ...], BeforeValidator(json_list), AfterValidator(_distinct), Field(max_length=MAX_MODELS)
+]
+
+
+class ModelsSection(Section):
+    """Several models behind one address, each served by processes of its own."""
+
+    served: ModelEntries = Field(
+        (),
+        description="The models: [{name, config, load, idle_seconds}]; the first is the default. Empty: one model, "
+        "that of the section `model`.",
+    )
+    max_loaded: Annotated[Int, Field(ge=1, le=64)] | None = Field(
+        None,
+        description="Maximum number of models that are loaded at once. For one more, the one without requests that "
+        "was used longest ago is unloaded. null: no limit.",
+    )
+    wait_seconds: Float = Field(
+        300.0, ge=0, le=WEEK, description="Seconds that a request waits for its model to load before status 503."
+    )
+
+    @field_validator("max_loaded")
+    @classmethod
+    def _has_room(cls, most: int | None, info: ValidationInfo) -> int | None:
+        at_start = sum(entry.load == "start" for entry in info.data.get("served", ()))
+        if most is not None and most < at_start:
+            raise ValueError(f"{at_start} models are loaded at the start")
+        return most
+
 
 DEFAULT_STORE = "~/.local/share/jaxserve"  # of store.path: auto
 _LISTS = ("keys", "served")  # whose errors name the entry

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened, user_cache
+from jaxserve.system import CacheDirectoryError, OpenDirectory, opened, user_cache
 
 OTHER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.cli.config import dump
 from jaxserve.cli.options.settings import load_config, variable_of
 from jaxserve.config import SECRETS, Config, known_keys
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError
 
 VALUES = [math.nan, math.inf, -math.inf, 0, -1, 10**12, "", " ", "a\nb", "\0", True, [], {}, "é" * 3, "none", "null"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.installation import DISTRIBUTION, install_command
+from jaxserve.system import DISTRIBUTION, install_command
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -29,9 +29,9 @@ def test_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_wheel(tmp_path: Path) -> None:
     """The package without the rest of the checkout, as it lies in site-packages."""
     (tmp_path / "jaxserve").mkdir()
-    for name in ("__init__.py", "installation.py"):
-        (tmp_path / "jaxserve" / name).write_bytes((ROOT / "jaxserve" / name).read_bytes())
-    program = "from jaxserve.installation import install_command; print(install_command('tpu'))"
+    for path in (ROOT / "jaxserve").glob("*.py"):
+        (tmp_path / "jaxserve" / path.name).write_bytes(path.read_bytes())
+    program = "from jaxserve.system import install_command; print(install_command('tpu'))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
@@ -40,7 +40,7 @@ def test_a_wheel(tmp_path: Path) -> None:
 
 def test_every_hint_is_made_by_the_function() -> None:
     for path in (ROOT / "jaxserve").rglob("*.py"):
-        if path.name != "installation.py":
+        if path.name != "system.py":
             assert not re.search(r"pip install '|jaxserve\[", path.read_text(encoding="utf-8")), path
     for path in [ROOT / "README.md", ROOT / "BENCHMARKS.md", *(ROOT / "docs").rglob("*.md")]:
         text = path.read_text(encoding="utf-8")

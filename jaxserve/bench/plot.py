@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxserve.bench.load import Timing
 from jaxserve.errors import ConfigError
-from jaxserve.installation import install_command
+from jaxserve.system import install_command
 
 
 def check_plot(path: Path) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from jaxserve.cli.main import imported
 from jaxserve.cli.options.settings import load_config
 from jaxserve.cli.start import check_model_paths
-from jaxserve.device_platform import platform_of
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
+from jaxserve.system import platform_of
 
 _LOAD, _DUMP = "--xla_gpu_load_autotune_results_from", "--xla_gpu_dump_autotune_results_to"
 

@@ -22,9 +22,8 @@ from jaxserve.cli.serving.heap import keep_heap_small
 from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
 from jaxserve.cli.start import check_model_paths
-from jaxserve.config import DEFAULT_STORE, Config, StoreSection
-from jaxserve.config_sections.models import ModelEntry, own_sections
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config import DEFAULT_STORE, Config, ModelEntry, StoreSection, own_sections
+from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.app import create_front
 from jaxserve.front.model_plan import Catalog, ModelPlan

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 
-from jaxserve.c_heap import keep_freed_memory
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
+from jaxserve.system import keep_freed_memory
 from jaxserve.transport.child_process import end_with_parent
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.socket_directory import STATE

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxserve.config import Config
-from jaxserve.device_platform import platform_of
 from jaxserve.engine.child import main
 from jaxserve.ops.kernel_library import compile_ahead
+from jaxserve.system import platform_of
 from jaxserve.types.messages import FromEngine
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxserve.config import Config
-from jaxserve.config_sections.models import ModelEntry
+from jaxserve.config import Config, ModelEntry
 from jaxserve.errors import ModelNotFoundError
 
 

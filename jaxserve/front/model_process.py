@@ -23,7 +23,7 @@ from starlette.types import Message
 
 from jaxserve.api.http.forward import PeerEndedError, forward
 from jaxserve.config import Config
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config_types import reveal
 from jaxserve.telemetry.merging import Families
 from jaxserve.transport.child_process import child_environment, python_command
 

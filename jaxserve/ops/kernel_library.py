@@ -26,8 +26,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxserve.cache_directory import OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
+from jaxserve.system import OpenDirectory, opened, user_cache
 from jaxserve.transport.socket_directory import scratch_directory
 
 FOLDER = Path(__file__).parent / "native"

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from jaxserve.errors import ConfigError
-from jaxserve.machine_memory import machine_memory
 from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.system import machine_memory
 from jaxserve.types.scheduling.window_size import WindowSize
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.device_platform import NVIDIA_DRIVER
 from jaxserve.errors import ConfigError
-from jaxserve.installation import install_command
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.runtime.compilation.attention_sizes import has_triton
+from jaxserve.system import NVIDIA_DRIVER, install_command
 
 AXES = ("data", "tensor", "expert")
 # They have 16 MiB of VMEM. The kernel for experts may use 64, and a prefill of Mixtral asks for 45.

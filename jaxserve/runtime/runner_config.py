@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxserve.cache_directory import CacheDirectoryError, opened, user_cache
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
@@ -20,6 +19,7 @@ from jaxserve.models.loading.embedding_files import text_limit
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.models.rope import YarnScaling
 from jaxserve.runtime.pages.page_file import PageFileConfig
+from jaxserve.system import CacheDirectoryError, opened, user_cache
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from jaxserve.config import LoggingSection
 from jaxserve.errors import ConfigError
-from jaxserve.installation import install_command
+from jaxserve.system import install_command
 from jaxserve.version import __version__
 
 

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from jaxserve.gguf_header import Omitted, open_header
+from jaxserve.model_files import Omitted, open_header
 from jaxserve.text.tokenizer_limits import MAX_ADDED
 
 _PREFIX = "tokenizer.ggml."

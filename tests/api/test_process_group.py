@@ -8,7 +8,7 @@ from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, n
 from jaxserve.api.shared.state import LiveRequests
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.queue_limit import Load
-from jaxserve.config_sections.keys import ApiKey
+from jaxserve.config import ApiKey
 from jaxserve.errors import QueueFullError
 from jaxserve.telemetry.merging import Families, counted, merge_families
 from jaxserve.transport.board import Board

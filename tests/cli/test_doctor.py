@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import machine_memory
+from jaxserve import system
 from jaxserve.cli.checks import device_findings
 from jaxserve.cli.checks import host_findings as host_checks
 from jaxserve.cli.checks.findings import Finding
@@ -169,7 +169,7 @@ def test_the_hub_is_looked_for_where_a_download_would(monkeypatch: pytest.Monkey
 
 def test_the_memory_is_at_most_the_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
-    monkeypatch.setattr(machine_memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
+    monkeypatch.setattr(system, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
     (found,) = host_checks.host_memory()
     assert found.state == "warn" and found.text == "1.0 of 1.0 GiB are free"
 

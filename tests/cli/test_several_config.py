@@ -9,7 +9,7 @@ from jaxserve.cli.main import main
 from jaxserve.cli.options.settings import load_config
 from jaxserve.cli.several import make_catalog
 from jaxserve.config import Config
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError
 
 

@@ -81,7 +81,7 @@ def test_probes_are_routes() -> None:
 
 
 def test_a_volume_of_the_group_is_safe_for_compiled_programs() -> None:
-    """jaxserve/cache_directory.py takes a directory that a group may write only if the group is the user's own."""
+    """jaxserve/system.py takes a directory that a group may write only if the group is the user's own."""
     ids = re.search(r"groupadd --gid (\d+) (\w+) .*useradd --uid (\d+) --gid (\w+)", manifests.DOCKERFILE)
     assert ids is not None and ids[2] == ids[4] and manifests.instruction("USER") == f"{ids[3]}:{ids[1]}"
     security = pod()["securityContext"]

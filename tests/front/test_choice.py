@@ -8,8 +8,7 @@ import pytest
 from starlette.requests import Request
 
 from jaxserve.api.shared.body_cost import BodyLimits
-from jaxserve.config import Config
-from jaxserve.config_sections.models import ModelEntry
+from jaxserve.config import Config, ModelEntry
 from jaxserve.errors import HTTPError
 from jaxserve.front.choice import choose
 from jaxserve.front.model_plan import Catalog, ModelPlan

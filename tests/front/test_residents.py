@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from jaxserve.config import Config
-from jaxserve.config_sections.models import ModelEntry
+from jaxserve.config import Config, ModelEntry
 from jaxserve.front import residents as module
 from jaxserve.front.model_plan import Catalog, ModelPlan
 from jaxserve.front.residents import Residents

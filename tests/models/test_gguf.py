@@ -20,8 +20,7 @@ from jaxserve.engine.engine_info import served_names
 from jaxserve.engine.factory import build_engine
 from jaxserve.errors import ConfigError, InvalidValueError, ModelLoadError
 from jaxserve.library.dense import dense_logits
-from jaxserve.model_directory import check_local_model
-from jaxserve.model_files import gguf_parts
+from jaxserve.model_files import check_local_model, gguf_parts
 from jaxserve.models.loading import part_reader
 from jaxserve.models.loading.chosen_form import choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cache_directory import opened
 from jaxserve.errors import ConfigError
 from jaxserve.ops import kernel_library as builder
 from jaxserve.ops import native
 from jaxserve.ops.paged_attention import get_backend
+from jaxserve.system import opened
 from jaxserve.transport.socket_directory import sweep
 from tests.ops.test_native import _loaded  # noqa: F401
 

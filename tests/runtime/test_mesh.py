@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.installation import install_command
 from jaxserve.runtime import mesh
+from jaxserve.system import install_command
 
 
 def test_a_mesh_of_one_device() -> None:

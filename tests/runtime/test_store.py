@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.cache_directory import CacheDirectoryError
 from jaxserve.errors import ConfigError
 from jaxserve.runtime import fingerprint as fingerprints
 from jaxserve.runtime.compilation import program_cache
@@ -35,6 +34,7 @@ from jaxserve.runtime.saved_programs.program_store import (
     open_store,
     program_key,
 )
+from jaxserve.system import CacheDirectoryError
 
 
 @pytest.fixture(scope="module", autouse=True)

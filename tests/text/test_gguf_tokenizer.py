@@ -302,7 +302,7 @@ def test_what_is_not_read_is_refused_in_one_line(values: dict[str, Any], cause: 
 @pytest.mark.parametrize(
     ("limit", "value", "cause"),
     [
-        ("jaxserve.gguf_header._MAX_ITEMS", 3 * len(PIECES) - 1, "its arrays have more than"),
+        ("jaxserve.model_files._MAX_ITEMS", 3 * len(PIECES) - 1, "its arrays have more than"),
         ("jaxserve.text.gguf_tokenizer._MAX_JOINS", 5, "joins more than 5 pairs"),  # there are 6
         ("jaxserve.text.gguf_tokenizer.MAX_ADDED", 3, "more than 3 special and user-defined"),  # there are 4
     ],

@@ -20,7 +20,7 @@ from jaxserve.api.tasks.extras import mark
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, RequestOptions
 from jaxserve.api.tasks.tools import Mode, ToolUse, shown_function
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.grammar.tools import GrammarTool
 from jaxserve.grammar.translate import schema_spec

@@ -18,7 +18,7 @@ from jaxserve.api.tasks.message_order import in_place, without_header
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, TextPrompt
 from jaxserve.api.tasks.tools import ToolUse, offered_tools
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.grammar.translate import schema_spec
 from jaxserve.types.sampling import GrammarSpec, SamplingParams

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxserve.config_sections.keys import DEFAULT_KEY, ApiKey
+from jaxserve.config import DEFAULT_KEY, ApiKey
 from jaxserve.errors import InvalidValueError, QueueFullError
 from jaxserve.types.sampling import Tenant
 

@@ -15,8 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
-from jaxserve.config import ServerSection
-from jaxserve.config_sections.keys import DEFAULT_KEY, digest_of
+from jaxserve.config import DEFAULT_KEY, ServerSection, digest_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from jaxserve.api.tasks.extras import SamplingMode, mark, route, show_hidden, te
 from jaxserve.api.tasks.fields import as_prompts, named_replica, new_id, prefix_namespace, spread
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import Mode, RequestOptions, TextPrompt
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.extras import HiddenStates
 from jaxserve.types.sampling import SamplingParams

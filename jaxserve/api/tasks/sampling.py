@@ -10,7 +10,7 @@ from jaxserve.api.protocol.generate import NativeSampling
 from jaxserve.api.protocol.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS, MAX_STOP_CHARS
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.extras import mark, route, show_hidden, tell_candidates, watch
-from jaxserve.config_sections.value_types import reveal
+from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.patterns import StopPatterns
 from jaxserve.text.tokenizer import Tokenizer

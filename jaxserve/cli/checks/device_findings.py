@@ -10,11 +10,9 @@ import jax
 
 from jaxserve.cli.checks.findings import Finding, examined
 from jaxserve.config import Config
-from jaxserve.device_platform import NVIDIA_DRIVER
 from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
-from jaxserve.model_directory import local_directory
-from jaxserve.model_files import check_directory
+from jaxserve.model_files import check_directory, local_directory
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.converted import is_converted
 from jaxserve.models.loading.loader import inspect
@@ -26,6 +24,7 @@ from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.numerics.numeric_cases import NumericCase
 from jaxserve.runtime.numerics.numeric_check import attention_case, serving_cases, wrong_numbers
 from jaxserve.runtime.runner_config import context_length, resolve_dtypes
+from jaxserve.system import NVIDIA_DRIVER
 from jaxserve.text.tokenizer import Tokenizer
 
 _GIB = 2**30

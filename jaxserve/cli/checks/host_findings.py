@@ -16,14 +16,13 @@ from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 
-from jaxserve.cache_directory import CacheDirectoryError, opened, user_cache
 from jaxserve.cli.checks.findings import Finding
 from jaxserve.cli.options.help import GIB
 from jaxserve.cli.serving.listening import bind, check_certificates
 from jaxserve.config import DEFAULT_STORE, Config, ModelSection, RuntimeSection, ServerSection, StoreSection
 from jaxserve.errors import ConfigError
-from jaxserve.machine_memory import free_memory, machine_memory
-from jaxserve.model_directory import local_directory
+from jaxserve.model_files import local_directory
+from jaxserve.system import CacheDirectoryError, free_memory, machine_memory, opened, user_cache
 from jaxserve.version import __version__
 
 _NEEDED_MEMORY = 2 * GIB  # of the demo model's server

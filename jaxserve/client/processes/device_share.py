@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from jaxserve.client.processes.roles import Roles
 from jaxserve.config import Config
-from jaxserve.device_platform import Platform
 from jaxserve.errors import ConfigError
+from jaxserve.system import Platform
 
 _VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # of the chips of one process

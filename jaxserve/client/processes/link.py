@@ -17,8 +17,8 @@ import zmq.asyncio
 from jaxserve.client.processes.device_share import DeviceShare, device_shares, replica_config
 from jaxserve.client.processes.roles import check_roles
 from jaxserve.config import Config
-from jaxserve.device_platform import platform_of
 from jaxserve.errors import EngineDeadError
+from jaxserve.system import platform_of
 from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
 from jaxserve.transport.page_directory import SHARED_MEMORY
 from jaxserve.transport.shared_state import Pulse

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from jaxserve.model_directory import local_directory
-from jaxserve.model_files import check_directory
+from jaxserve.model_files import check_directory, local_directory
 
 DATA_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 

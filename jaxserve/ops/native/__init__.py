@@ -17,10 +17,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
 from jaxserve.ops.kernel_library import build, kept, library_name
 from jaxserve.ops.quantized import BLOCK, Quantized
+from jaxserve.system import CacheDirectoryError, OpenDirectory, opened, user_cache
 from jaxserve.transport.socket_directory import scratch_directory
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.cache_directory import opened
+from jaxserve.system import opened
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_parts
+from jaxserve.system import CacheDirectoryError, OpenDirectory, opened
 
 _RECORD = np.dtype([("digest", np.uint8, 32), ("checksum", np.uint32), ("used", np.uint32)])
 _SUFFIX = ".pages"

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.runtime.compilation.compiler import Program
@@ -26,6 +25,7 @@ from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.saved_programs.executable import ProgramFormatError, load, serialize
 from jaxserve.runtime.saved_programs.program_store import decode, encode, program_key, read_code, write_code
+from jaxserve.system import CacheDirectoryError, opened
 
 MANIFEST = "manifest.json"
 TUNED = "on the device"

@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compilation.compiler import Program, obtain
 from jaxserve.runtime.fingerprint import describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.saved_programs.executable import ProgramFormatError, StoredProgram, load, serialize
+from jaxserve.system import CacheDirectoryError, opened
 
 SUFFIX = ".program"
 MAGIC = b"jaxserve program 1\n"

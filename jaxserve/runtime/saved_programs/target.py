@@ -17,9 +17,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
-from jaxserve.installation import install_command
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.mesh import AXES, DeviceMesh
+from jaxserve.system import install_command
 
 # The numbers of NVIDIA's data sheet and of the CUDA programming guide's table for compute capability 9.0.
 H200 = """

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.installation import install_command
 from jaxserve.models.loading.file_formats.gguf_unpack import LAYOUTS, Layout, Unpacked
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, read_rows
+from jaxserve.system import install_command
 
 _FLOAT32 = np.dtype(np.float32)
 

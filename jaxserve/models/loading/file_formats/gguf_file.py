@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.gguf_header import Header, Omitted, open_header
-from jaxserve.model_files import gguf_parts
+from jaxserve.model_files import Header, Omitted, gguf_parts, open_header
 from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor, block_type
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo
 

@@ -1,22 +1,21 @@
-"""Safe directories for files that are loaded and executed: compiled kernels and XLA programs.
-
-A user who can change such a directory, or replace one on its path, can run code in this process. So the path is
-opened from the root, one directory at a time, by file descriptor. Each directory must belong to this user or to root
-and must not be writable by others. In a directory with the sticky bit (/tmp) others can neither remove nor rename
-this user's files.
-"""
+"""The machine and the installation: cache directories, the C heap, the platform, memory, how to install an extra."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import psutil
+
+from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 
 _WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -141,3 +140,74 @@ def _is_own_group(group: int) -> bool:
     except KeyError:
         return True
     return entry.gr_name == user and set(entry.gr_mem) <= {user}
+
+
+# Constants of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_LARGEST = 2**31 - 1
+_GROWTH = 64 * 2**20  # bytes by which the heap grows at once
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in this process from now on. Returns False, and does nothing, if there is no glibc.
+
+    Meant for a process that only runs a CPU engine. Call it after loading the weights, so that the temporary memory
+    of loading is returned to the system first.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _GROWTH))
+    return all(mallopt(name, value) == 1 for name, value in settings)
+
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the kernel driver is loaded
+_TPU = (Path("/dev/accel0"), Path("/dev/vfio/0"))
+_NAMES: dict[str, Platform] = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # in JAX_PLATFORMS
+
+
+def platform_of(config: Config, environ: Mapping[str, str] = os.environ) -> Platform:
+    """Return the platform that the engines will use: mesh.device, or what JAX will choose."""
+    if config.mesh.device != "auto":
+        return config.mesh.device
+    first = environ.get("JAX_PLATFORMS", "").split(",")[0]
+    if first in _NAMES:
+        return _NAMES[first]
+    if NVIDIA_DRIVER.exists():
+        return "gpu"
+    return "tpu" if any(path.exists() for path in _TPU) else "cpu"
+
+
+DISTRIBUTION = "jaxserve-llm"  # on PyPI; the name jaxserve is another project's there
+_ROOT = Path(__file__).parent.parent
+
+
+def install_command(extra: str, *, root: Path = _ROOT) -> str:
+    """Return the command that installs an extra (cuda, tpu, otel, bench, gguf) for this copy of the package.
+
+    A checkout is installed from its directory `root`, a wheel by its name.
+    """
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"
+
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine, or of its container if that has less."""
+    return min([psutil.virtual_memory().total, *_container_limits()])
+
+
+def free_memory() -> int:
+    """Return the bytes that are free on this machine, at most those of its container."""
+    return min([psutil.virtual_memory().available, *_container_limits()])
+
+
+def _container_limits() -> list[int]:
+    texts = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
+    return [int(text) for text in texts if text.isdigit()]
