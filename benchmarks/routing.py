@@ -31,9 +31,9 @@ from pathlib import Path
 from jaxserve.bench.workload import trace_rows
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.routing.router import ReplicaLoad, Router
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import Request
 
 PAGE_SIZE = 16  # tokens
 SLOTS = 256  # of each engine

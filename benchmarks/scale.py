@@ -36,9 +36,9 @@ from jaxserve.store.jsonl import read_lines
 from jaxserve.store.records import BatchStatus, NewBatch
 from jaxserve.store.validation import MAX_LINES, Validator
 from jaxserve.types.page_keys import KEY_BYTES, PageEvents, page_keys
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import Request
 
 PAGE_SIZE = 16  # tokens
 PROMPT = 4096  # tokens of the prompts that are matched

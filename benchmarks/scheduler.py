@@ -16,10 +16,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import SampledTokens, SchedulerOutput
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import Request, SampledTokens, SchedulerOutput
 
 ROWS = (1, 16, 64, 256, 1024, 2048)
 _PAGE_SIZE = 16

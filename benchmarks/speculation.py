@@ -41,10 +41,9 @@ from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.draft_counters import DraftCounters
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import StepTimes
+from jaxserve.types.step import DraftCounters, Request
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 1000  # of the other file, at most

@@ -20,7 +20,7 @@ from jaxserve.transport.child_process import end_with_parent
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.socket_directory import STATE
 from jaxserve.types.messages import Abort, Add, EngineInfo, Located, Outputs, Ready, Stop, ToEngine
-from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.step import FinishReason, TokenOutput
 
 MODEL = Path(jaxserve.__file__).parent / "assets" / "demo"
 STEP_SECONDS = "WORKERS_STEP_SECONDS"  # environment variable

@@ -32,9 +32,9 @@ _HOMES = {
     "Completion": "jaxserve.engine.engine",
     "Config": "jaxserve.config",
     "Engine": "jaxserve.library.in_process",
-    "GrammarSpec": "jaxserve.types.request",
+    "GrammarSpec": "jaxserve.types.step",
     "RequestOutput": "jaxserve.text.output.sequence_text",
-    "SamplingParams": "jaxserve.types.request",
+    "SamplingParams": "jaxserve.types.step",
     "launch_server": "jaxserve.library.serving",
 }
 

@@ -18,11 +18,19 @@ import numpy as np
 
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
-from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import PageTableUpdate, RowStatus, SampledTokens, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import (
+    FinishReason,
+    PageTableUpdate,
+    Request,
+    RowStatus,
+    SampledTokens,
+    ScheduledRow,
+    SchedulerOutput,
+    SlotInit,
+    TokenOutput,
+)
 
 VOCAB = 97
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # log-probabilities, ranks, top ids, theirs

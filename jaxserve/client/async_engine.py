@@ -46,9 +46,8 @@ from jaxserve.types.messages import (
     RequestRefused,
     WaitingRequest,
 )
-from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.siblings import request_seed, siblings
+from jaxserve.types.sampling import EngineRequest, SamplingParams, request_seed, siblings
+from jaxserve.types.step import FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from jaxserve.types.messages import (
     decode_from_worker,
     encode,
 )
-from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.step import TokenOutput
 
 logger = logging.getLogger(__name__)
 

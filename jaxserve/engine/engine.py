@@ -31,9 +31,8 @@ from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, erro
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
-from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput, joined_versions
-from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.siblings import request_seed, siblings
+from jaxserve.types.sampling import EngineRequest, SamplingParams, request_seed, siblings
+from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput, joined_versions
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt` or `prompt_token_ids`, as vLLM's has
 Sink = Callable[[RequestOutput], None]  # receives the outputs of a sequence

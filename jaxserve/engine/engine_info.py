@@ -16,7 +16,7 @@ from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import StepTimes
 
 DEMO_NAME = "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*/?", re.ASCII)

@@ -57,8 +57,7 @@ from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import FromEngine, Located, Progress
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.scheduling.step_times import UNTIMED, StepTimes
+from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, StepTimes
 from jaxserve.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ only.
 from __future__ import annotations
 
 from jaxserve.types.extras import TokenExtras
-from jaxserve.types.output import FIRST_VERSION, TokenOutput, joined_versions
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
+from jaxserve.types.step import FIRST_VERSION, TokenOutput, joined_versions
 
 # after a crash of this process, a new engine computes at most so many tokens of a batch request again
 GROUP_TOKENS = 64

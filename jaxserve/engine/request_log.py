@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.step import TokenOutput
 
 logger = logging.getLogger(__name__)
 

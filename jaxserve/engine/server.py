@@ -33,7 +33,7 @@ from jaxserve.types.messages import (
     Stop,
     ToEngine,
 )
-from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.step import FinishReason, TokenOutput
 
 if TYPE_CHECKING:  # these import JAX, which the loop does without
     from jaxserve.engine.core.engine_control import EngineControl

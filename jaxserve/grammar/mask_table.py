@@ -16,9 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.grammar.token_mask import Matcher, TokenMask
-from jaxserve.types.mask_budget import QUICK
-from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step import QUICK, FinishReason, SchedulerOutput, TokenOutput
 
 PATIENCE = 0.005  # seconds that a step waits for its masks
 PATIENCE_PER_ROW = 0.0002  # and this many more per masked row; a mask of a JSON schema takes 0.01 to 0.1 ms

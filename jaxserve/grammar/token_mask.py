@@ -12,9 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.types.mask_budget import QUICK, MaskBudget
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import QUICK, FinishReason, MaskBudget
 
 logger = logging.getLogger(__name__)
 

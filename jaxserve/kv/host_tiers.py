@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jaxserve.kv.host_tier import HostTier
 from jaxserve.kv.radix_cache import Node
 from jaxserve.kv.window_group import WindowGroup
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import PageMove
 
 

@@ -17,10 +17,8 @@ from jaxserve.kv.page_log import PageLog
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
 from jaxserve.kv.window_group import WindowGroup
-from jaxserve.types.output import FinishReason
-from jaxserve.types.request import Request
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import PageMove
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import FinishReason, PageMove, Request
 
 # Pages that waiting requests load in a step while others run: one program's, and 128 MiB of Llama-3.1-8B.
 MAX_LOADED = 64

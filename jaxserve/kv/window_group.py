@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node
 from jaxserve.kv.window_index import WindowIndex
-from jaxserve.types.request import Request
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
+from jaxserve.types.step import Request
 
 
 @dataclass(slots=True, eq=False)

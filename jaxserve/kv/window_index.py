@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
 
 
 class WindowIndex:

@@ -18,7 +18,7 @@ import jax
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.system import machine_memory
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from jaxserve.runtime.steps.step_input import PageUpdates
 from jaxserve.runtime.verification import Verification, VerifyStep
 from jaxserve.runtime.warm_up import WARM_UP_SECONDS, BeforeRun, WarmUp, measured_times
 from jaxserve.types.extras import MAX_LOGPROB_IDS
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 
 

@@ -37,7 +37,7 @@ from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.vocab import Vocab
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
 
 logger = logging.getLogger(__name__)
 _FIX = "leave runtime.activations out"

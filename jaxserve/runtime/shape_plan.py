@@ -19,7 +19,7 @@ from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled
 from jaxserve.runtime.memory import Sizes, check_weight, split_pool, within_reach
 from jaxserve.runtime.mesh import AXES
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
 
 PAGE_SIZE = 16  # tokens
 _CHUNK = 8192  # tokens per step on an accelerator

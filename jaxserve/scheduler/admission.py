@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.radix_cache import Node
-from jaxserve.types.request import Request
+from jaxserve.types.step import Request
 
 CLIP_NEW_TOKENS = 4096  # reserve no more of a larger max_tokens, because few outputs are that long
 FLOOR_FACTOR = 0.14  # lower bound of the ratio, as a share of its start value

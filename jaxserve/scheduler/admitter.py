@@ -15,7 +15,7 @@ from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.scheduler.waiting.wait_reason import WaitReason
 from jaxserve.scheduler.waiting.waiting_queue import WaitingQueue
-from jaxserve.types.request import Request, RequestStatus
+from jaxserve.types.step import Request, RequestStatus
 
 MAX_LOOKUPS = 64  # waiting requests that are looked up in the prefix cache per step
 # of these, the shortest prompts from further back, so that a row of long prompts does not block a short one

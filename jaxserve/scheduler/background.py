@@ -12,11 +12,9 @@ The policies only count. The scheduler owns the waiting and the running requests
 
 from __future__ import annotations
 
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.scheduling.step_times import StepTimes
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.scheduling import SchedulerConfig, StepTimes
+from jaxserve.types.step import Request, SchedulerOutput
 
 BATCH_EVERY = 16  # while online prompts follow each other without a gap, batch requests run in one of BATCH_EVERY steps
 # Seconds after the last online request in which the next one is expected. It is the pause of a client between two

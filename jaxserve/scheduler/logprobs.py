@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.types.extras import PromptExtras, StepExtras, TokenExtras
-from jaxserve.types.output import TokenLogprobs, TokenOutput
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import Prefilled
-from jaxserve.types.step import SampledTokens, ScheduledRow
+from jaxserve.types.step import Request, SampledTokens, ScheduledRow, TokenLogprobs, TokenOutput
 
 
 class StepLogprobs:

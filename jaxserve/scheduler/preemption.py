@@ -10,7 +10,7 @@ from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.scheduler.step_builder import pages_wanted
 from jaxserve.scheduler.waiting.tenants import TenantShares
-from jaxserve.types.request import Request
+from jaxserve.types.step import Request
 
 logger = logging.getLogger(__name__)
 

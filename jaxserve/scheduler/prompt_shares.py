@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.scheduler.waiting.tenants import TenantKey
-from jaxserve.types.request import Request, RequestStatus
+from jaxserve.types.step import Request, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxserve.types.request import Request, RequestStatus
+from jaxserve.types.step import Request, RequestStatus
 
 
 class RunningSet:

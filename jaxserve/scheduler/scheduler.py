@@ -42,11 +42,18 @@ from jaxserve.scheduler.stopping import Timers, end_of, nothing_allowed, overdue
 from jaxserve.scheduler.waiting.tenants import TenantShares
 from jaxserve.scheduler.waiting.wait_reason import WaitReason
 from jaxserve.scheduler.waiting.waiting_queue import WaitingQueue
-from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, SchedulerOutput
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import (
+    FinishReason,
+    Request,
+    RequestStatus,
+    RowStatus,
+    SampledTokens,
+    ScheduledRow,
+    SchedulerOutput,
+    TokenOutput,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from jaxserve.types.draft_counters import DraftCounters
-from jaxserve.types.output import FinishReason
-from jaxserve.types.request import Request
+from jaxserve.types.step import DraftCounters, FinishReason, Request
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; the same buckets as vLLM's
 

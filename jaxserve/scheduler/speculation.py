@@ -13,10 +13,8 @@ from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.stopping import end_of
 from jaxserve.speculation.allotment import DraftRecord, allot
 from jaxserve.speculation.drafter import Drafter, DraftMasks
-from jaxserve.types.draft_counters import DraftCounters
-from jaxserve.types.request import Request
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import DraftCounters, Request, SchedulerOutput
 
 
 class Speculation:

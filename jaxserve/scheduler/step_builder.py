@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxserve.kv.kv_manager import KVManager
-from jaxserve.types.request import Request
-from jaxserve.types.step import PageTableUpdate, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.types.step import PageTableUpdate, Request, ScheduledRow, SchedulerOutput, SlotInit
 
 WORTH_CUTTING = 4  # drop the tail of a chunk if that saves at least so many times the tokens that are delayed
 _EMPTY: list[int] = []  # shared by all decode rows; never modified

@@ -10,8 +10,7 @@ import msgspec
 
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.scheduler.admission import PrefillsInProgress
-from jaxserve.types.request import Request, RequestStatus
-from jaxserve.types.step import ScheduledRow, SchedulerOutput
+from jaxserve.types.step import Request, RequestStatus, ScheduledRow, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

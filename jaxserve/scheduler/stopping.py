@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Iterator
 
 from jaxserve.errors import InvalidValueError
-from jaxserve.types.output import FinishReason
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason, Request
 
 
 def resolve(request: Request, eos_token_ids: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import StepTimes
 
 FIRST_RATE = 0.3  # assumed before any draft was compared: one right draft is enough to begin
 MEMORY = 16  # drafts that a row's rate is an average of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from jaxserve.types.request import Request
+from jaxserve.types.step import Request
 
 
 class Drafter(Protocol):

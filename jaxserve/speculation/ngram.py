@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from jaxserve.types.request import Request
+from jaxserve.types.step import Request
 
 ALWAYS_INDEXED = 64  # a call with at most so many new tokens indexes all of them, whatever the rate
 MAX_COMPARED = 8  # earlier occurrences that are compared for the longest match

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 from jaxserve.client.replicas.replica import ReplicaState
 from jaxserve.scheduler.scheduler_stats import STEP_SIZES
 from jaxserve.telemetry.names import aliases, histograms, text_of
-from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.messages import EngineInfo, EngineStats
+from jaxserve.types.step import DraftCounters
 
 
 class EngineReading(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.types.threefry import threefry2x32
+from jaxserve.types.sampling import threefry2x32
 
 CONTEXT = 4  # number of preceding tokens that decide a token's number, together with the key
 

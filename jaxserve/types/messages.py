@@ -30,10 +30,9 @@ from jaxserve.errors import (
     ServerError,
 )
 from jaxserve.types.bounds import Int32
-from jaxserve.types.draft_counters import DraftCounters
-from jaxserve.types.output import FIRST_VERSION, TokenOutput
 from jaxserve.types.page_keys import PageEvents
 from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.step import FIRST_VERSION, DraftCounters, TokenOutput
 
 
 class MessageError(JaxserveError):

@@ -1,16 +1,30 @@
 """How a request is sampled and constrained, and the request as it enters the engine.
 
 msgspec Structs, because they cross the socket between the API process and the engine process.
+
+Splits a request for n choices into n requests for one choice each, and gives each a seed.
+
+The counter-based random numbers that draw tokens (JAX, on the device) and test watermarks (numpy, on the host).
+
+Threefry-2x32 with 20 rounds of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011. Implemented here so
+that a seed's numbers do not depend on JAX's version or configuration.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 
+from jaxserve.errors import InvalidValueError
 from jaxserve.types.bounds import Count, Int32, NotNegative, Positive, Real, Share, TopCount
 from jaxserve.types.extras import ExtraParams
+
+logger = logging.getLogger(__name__)
 
 # Requests with this or a higher number are background work (batches). Under every policy online requests start before
 # them, unless a background request is aged (scheduler/waiting/aging.py).
@@ -143,3 +157,57 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     continues: bool = False  # its client's request was accepted before, so no drain and no full queue refuses it
     follows: bool = False  # an engine has answered a part of its client's request, so a waiting pause waits for it too
     is_answered: bool = False  # an engine that died sent its first output: values that are sent once are not sent again
+
+
+MAX_SEED = 2**63 - 1
+
+
+def siblings(request: EngineRequest, new_id: Callable[[], str], seed: int | None) -> list[EngineRequest]:
+    """Return one request per choice, each with its own id and seed, in one group. They share the list of prompt tokens.
+
+    seed: of the first choice; each further choice adds 1. None: the engine draws the seeds. Raises InvalidValueError
+    for n < 1.
+    """
+    params = request.params
+    if params.n < 1:
+        raise InvalidValueError("n must be at least 1", param="n")
+    ids = [new_id() for _ in range(params.n)]
+    group = ids[0] if params.n > 1 else ""
+    seeds = [None if seed is None else (seed + index) & MAX_SEED for index in range(params.n)]
+    return [
+        msgspec.structs.replace(
+            request, request_id=each, group=group, params=msgspec.structs.replace(params, n=1, seed=own)
+        )
+        for each, own in zip(ids, seeds, strict=True)
+    ]
+
+
+def request_seed(configured: int | None) -> int:
+    """Return `runtime.random_seed`; if it is not set, draw a seed from the operating system.
+
+    A fixed seed gives the requests of every start the same sequence of seeds. A drawn one is logged at the level debug,
+    so that a run can be repeated.
+    """
+    if configured is not None:
+        return configured
+    seed = secrets.randbits(63)
+    logger.debug("runtime.random_seed: %d was drawn", seed)
+    return seed
+
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+Array = TypeVar("Array", bound=Any)  # jax.Array or np.ndarray; this file must not import jax
+
+
+def threefry2x32(key0: Array, key1: Array, count0: Array, count1: Array) -> tuple[Array, Array]:
+    """Return two uint32 arrays [...] of random bits for four uint32 arrays [...] of one shape, by numpy or by JAX."""
+    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
+    x0, x1 = count0 + keys[0], count1 + keys[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))) ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1

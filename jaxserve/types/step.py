@@ -1,17 +1,21 @@
-"""One device step as plain data: what the scheduler decides and the device returns; the interface of the runner."""
+"""One device step, its requests and its outputs as plain data, between scheduler, runner and API.
+
+What crosses the socket is a msgspec Struct. A Request never leaves the engine process.
+"""
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 
-from jaxserve.types.extras import ExtraParams, StepExtras
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.extras import ExtraParams, PromptExtras, StepExtras, TokenExtras
+from jaxserve.types.sampling import Prefilled, SamplingParams, Tenant
 
 
 class RowStatus(enum.IntEnum):
@@ -183,3 +187,213 @@ class StepRunner(Protocol):
     def close(self) -> None:
         """Give back files and threads. No step may follow. A second call does nothing."""
         ...
+
+
+class DraftCounters(msgspec.Struct, array_like=True):
+    """Counts drafts and how many of them were right.
+
+    num_drafts: rows with drafts that were read. accepted_per_pos: drafts that became output, by their place.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_pos: list[int] = []
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a row with so many drafts, of which the first `num_accepted` became output."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.accepted_per_pos += [0] * (num_drafts - len(self.accepted_per_pos))
+        for place in range(num_accepted):
+            self.accepted_per_pos[place] += 1
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_per_pos)
+
+
+QUICK = 0.001  # seconds per mask; a request with slower masks has them computed in a thread
+NUM_QUICK = 32  # quick masks in a row, over all choices, after which the engine loop computes the masks again
+
+
+class MaskBudget:
+    """CPU time budget of the token masks of all choices of a request. An exhausted budget ends the request.
+    Thread-safe.
+
+    A mask of a JSON schema takes 10 to 100 us. The most ambiguous grammar within the parser's limits takes 20 to 30
+    ms per mask. At 1 ms per mask the budget is never exhausted, at 30 ms it ends the request after about 100 tokens.
+
+    is_slow: one of the last masks took longer than QUICK
+    """
+
+    SECONDS = 2.0
+    SECONDS_PER_TOKEN = 0.002  # added to the budget for each output token
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self._left = self.SECONDS
+        self._num_quick = 0
+        self._lock = threading.Lock()
+
+    def charge(self, seconds: float, num_tokens: int = 0) -> None:
+        """Subtract CPU time that was spent and add what new output tokens earn."""
+        with self._lock:
+            self._left += num_tokens * self.SECONDS_PER_TOKEN - seconds
+            self._num_quick = 0 if seconds > QUICK else self._num_quick + 1
+            self.is_slow = seconds > QUICK or (self.is_slow and self._num_quick < NUM_QUICK)
+
+    @property
+    def error(self) -> str | None:
+        """Return why the request must end; None while budget is left."""
+        if self._left >= 0:
+            return None
+        return f"its masks took more than {self.SECONDS:g} s and {self.SECONDS_PER_TOKEN * 1000:g} ms a token"
+
+
+FIRST_VERSION = "default"  # label of the weights that the engine started with, as in SGLang
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop token, or a stop string (found by the API process)
+    LENGTH = "length"  # max_tokens or the context length was reached
+    ABORT = "abort"  # the client disconnected or aborted the request
+    ERROR = "error"  # the request failed; see TokenOutput.error
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities (natural logarithm, at temperature 1) of one position."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    watched: list[float] = []  # of the request's logprob_token_ids, in their order
+
+
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """The output of one request in one step. The last output of a request has a `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, before or with the first token
+    extras: TokenExtras | None = None  # if the request asks for some
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token; it is also the last of token_ids
+    embedding: bytes | None = None  # float32 [D], little-endian; set with finish_reason if the request asked for it
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    queue_seconds: float = 0.0  # arrival to admission; set on the first output with a token
+    first_token_seconds: float = 0.0  # arrival to the first token on the host; set on that output
+    num_preemptions: int = 0  # set with finish_reason
+    num_accepted_drafts: int = 0  # of token_ids, those that were drafts
+    num_rejected_drafts: int = 0  # drafts that were computed and are not in token_ids
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made it, if `is_made`; empty: FIRST_VERSION
+    weights: int = 0  # number of the update that brought these weights, see ServingState; 0: they are of the start
+    error: str | None = None
+    error_status: int = 500  # HTTP status of the answer if nothing was streamed yet
+    error_param: str | None = None  # the request field that caused the error
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the model computed something of it: tokens, an embedding, or a prompt of which no token is kept."""
+        return bool(self.token_ids or self.embedding or self.first_token_seconds)
+
+
+def joined_versions(*groups: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the labels of several groups, each once, in order."""
+    return tuple(dict.fromkeys(label for group in groups for label in group))
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # in the queue; holds no page and no slot
+    RUNNING = "running"  # holds a slot and pages
+    PREEMPTED = "preempted"  # back in the queue with its output kept; its KV is computed again
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's record of one sequence. The scheduler, its queue and step builder, and the KVManager change it.
+
+    tokens          [0, num_prompt) prompt   [num_prompt, num_tokens) output   then num_inflight_tokens not yet read
+    computed        [0, num_computed_tokens) have their K and V in pages, counting steps in flight
+    pages           page_ids[i] holds positions [i * page_size, (i + 1) * page_size)
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: float  # time.monotonic() seconds
+    seed: int
+    max_tokens: int  # resolved: never None, at most the rest of the context
+    priority: int = 0
+    tenant: Tenant | None = None  # None: the default one
+    namespace: str = ""
+    group: str = ""
+    client_id: str = ""
+    is_answered: bool = False  # an earlier engine process sent its first output already
+    deadline: float | None = None  # absolute, time.monotonic() seconds
+    stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, plus end of sequence unless ignored
+    hold_seconds: float = 0.0  # how long its pages stay in the cache after its end, for another engine
+    prefilled: Prefilled | None = None  # by another engine, which has counted the prompt
+    max_computed_tokens: int = 0  # resolved: the last token needs no K and V
+    masked: bool = False  # sampling needs a token mask from the host
+    mask_budget: MaskBudget | None = None  # shared with its siblings
+    is_paused: bool = False  # paused until `Scheduler.resume`, while a thread computes its token mask
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    # the queue
+    queued_step: int = 0  # scheduler step in which it was queued first
+    aged: bool = False  # starved: no other request may pass or preempt it
+    admitted: float | None = None  # time.monotonic() of the first admission
+    first_token: float | None = None  # time.monotonic() when the first token was read
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission, in the first engine
+    num_preemptions: int = 0
+    num_loaded_ahead: int = 0  # pages of its prefix that were cached after the last KVManager.load_ahead
+
+    # held while it runs, and after its end until the last step that contains it has been read
+    slot: int | None = None
+    page_ids: list[int] = field(default_factory=list)
+    page_capacity: int = 0  # number of tokens that fit its pages
+    duplicate_page_ids: list[int] = field(default_factory=list)  # subset of page_ids: the cache has a copy of its own
+    shared_with: tuple[str, int] | None = None  # id of another request, and the number of pages that both prompts share
+    cache_node: Any = None  # RadixCache's handle of the locked prefix
+    window: Any = None  # WindowGroup's record of the sliding-window pages
+    num_computed_tokens: int = 0
+    num_inflight_tokens: int = 0  # sampled on the device, not read by the host yet
+    last_step: int = 0  # number of the last step that contains a row of it
+    num_prefill_tokens: int = 0  # tokens to prefill since the last admission; then decode begins
+    num_read_tokens: int = 0  # of these, the leading ones that were read and are finite, so their pages may be shared
+    prompt_done: bool = False  # a finite token was read since the last admission, so the pages of the prompt are valid
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # collected so far; None: not requested, or sent
+    prompt_extras: PromptExtras | None = None  # as above
+    extras: ExtraParams | None = None  # those of params if they ask for extra outputs
+    speculation: Any = None  # Speculation's record of its drafts
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether an output of every prompt token was requested, so that none may come from the prefix cache."""
+        return self.prompt_logprobs is not None or self.prompt_extras is not None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens known to the host: prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return a new list of the tokens at positions [start, end)."""
+        prompt = self.prompt_token_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        return prompt[start:] + self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED

@@ -27,8 +27,8 @@ from jaxserve.types.messages import (
     Reply,
     ToEngine,
 )
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput
 
 DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
 MAX_MODEL_LEN = 512

@@ -16,9 +16,9 @@ from jaxserve.scheduler.scheduler_stats import STEP_SIZES
 from jaxserve.telemetry.engine_collector import EngineReading, gauges
 from jaxserve.telemetry.tracing import NoTracing, OpenTelemetry, make_tracing
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.messages import EngineStats, Outputs
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
+from jaxserve.types.step import DraftCounters
 
 from .conftest import LiveServer, reply_with
 from .fakes import DEMO, demo_info

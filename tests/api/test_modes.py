@@ -19,8 +19,8 @@ from jaxserve.api.tasks.task import RepetitionRule
 from jaxserve.config import Config
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput
 
 from .conftest import LiveServer, reply_with
 

@@ -14,8 +14,8 @@ from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks import native
 from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 
 from .conftest import LiveServer, reply_with
 

@@ -12,8 +12,8 @@ import pytest
 from jaxserve.api.scoring.protocol import Reranked, Scored
 from jaxserve.config import Config
 from jaxserve.text.pairs import PairEncoder
-from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.step import TokenOutput
 
 from .conftest import LiveServer, serving
 from .fakes import MAX_MODEL_LEN, vector_of

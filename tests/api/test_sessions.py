@@ -12,7 +12,7 @@ from jaxserve.api.shared import sessions
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.errors import InvalidValueError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 
 from .conftest import LiveServer, reply_with
 from .fakes import DEMO

@@ -19,8 +19,8 @@ from jaxserve.cli.serving.http_server import Server
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.types.messages import Add, Outputs, ToEngine
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.step import FinishReason, TokenOutput
 
 from .fakes import FakeLink
 

@@ -27,8 +27,8 @@ from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 from jaxserve.types.extras import TokenExtras
-from jaxserve.types.output import TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import TokenLogprobs
 
 from .fakes import DEMO
 

@@ -30,8 +30,8 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.store import Store
 from jaxserve.store.response_records import ResponseStatus
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.client.test_async_engine import HandLink
 
 Work = Callable[[Launch, HandLink], Awaitable[None]]

@@ -13,8 +13,8 @@ from jaxserve.errors import EngineDeadError, InvalidValueError, QueueFullError, 
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.step import FinishReason, TokenOutput
 from tests.api.fakes import DEMO, demo_info
 from tests.waiting import LAST_RESORT
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 from tests.client import test_prompt_handover
 from tests.client.test_async_engine import until
 from tests.client.test_prompt_handover import Asked, answer_read, answer_write, end_prompt, folder

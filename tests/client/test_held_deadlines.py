@@ -7,7 +7,7 @@ import pytest
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.sequences import held_deadlines
 from jaxserve.errors import RequestTimeoutError
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 from tests.client.test_async_engine import until
 from tests.client.test_replicas import ReplicaLink, generate, run
 

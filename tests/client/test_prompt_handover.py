@@ -18,10 +18,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.transport import page_directory
 from jaxserve.types.messages import Add, EngineStats, Outputs, decode_from_worker, encode
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.page_keys import PageEvents, page_keys
-from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams
-from jaxserve.types.siblings import siblings
+from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams, siblings
+from jaxserve.types.step import FinishReason, TokenOutput
 from tests.client.test_async_engine import until
 from tests.client.test_replicas import ReplicaLink
 from tests.waiting import LAST_RESORT

@@ -23,8 +23,8 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.transport import child_frames
 from jaxserve.transport.frame_stream import FrameStream
 from jaxserve.types.messages import Located, Outputs, RequestRefused, ToWorker, decode_to_worker
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
+from jaxserve.types.step import FinishReason, TokenOutput
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import alone, make_core, small_config
 from tests.faults.faulty_runner import FaultyRunner

@@ -10,9 +10,9 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, NotReadyError, ServerError
 from jaxserve.types.messages import Call, EngineStats, Failed, Outputs, Ready, Reply, ToEngine
-from jaxserve.types.output import FinishReason
 from jaxserve.types.page_keys import PageEvents, page_keys
 from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.client.test_async_engine import HandLink, until
 from tests.waiting import LAST_RESORT
 

@@ -20,8 +20,8 @@ from jaxserve.client.sequences.sequence_sender import SequenceSender
 from jaxserve.client.sequences.sequence_table import LiveSequence, SequenceTable
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.types.messages import Abort, Add, ToEngine
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.step import FinishReason, TokenOutput
 
 MAX_ROWS = 64
 

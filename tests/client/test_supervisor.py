@@ -12,8 +12,8 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, NotReadyError
 from jaxserve.transport.shared_state import Pulse
 from jaxserve.types.messages import Failed, Progress
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.client.test_async_engine import HandLink, until
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import EngineRequest
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import FinishReason
 from tests.conftest import SMALL, SharedData
 
 CROWD = 64

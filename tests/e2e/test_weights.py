@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.errors import InvalidValueError, ModelLoadError, ServerError
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 from tests.api.fakes import DEMO
 from tests.conftest import FEW_PAGES
 

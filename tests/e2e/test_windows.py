@@ -25,9 +25,7 @@ from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.pages.page_file import PageFileConfig
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.scheduling.step_times import UNTIMED
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, WindowSize
 from tests.fakes import make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.errors import ContextLengthError, InvalidValueError
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import SchedulerConfig, StepTimes
+from jaxserve.types.step import FinishReason
 from tests.fake_grammar import CountingMatcher, HandExecutor
 from tests.fakes import (
     VOCAB,

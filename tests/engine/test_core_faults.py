@@ -7,9 +7,8 @@ import pytest
 from jaxserve.engine.core import engine_core as core_module
 from jaxserve.engine.core.engine_core import EngineCore, StepError
 from jaxserve.types.fault_isolator import DeviceFaultError
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import GrammarSpec
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step import FinishReason, SchedulerOutput
 from tests.engine.test_core import grammar_core
 from tests.fake_grammar import HandExecutor
 from tests.fakes import Transcripts, make_core, make_request, run_all, small_config

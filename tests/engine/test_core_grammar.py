@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidSchemaError, UnsupportedParameterError
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.engine.test_core import EOS, GREEDY, grammar_core
 from tests.fake_grammar import CountingMatcher
 from tests.fakes import VOCAB, alone, make_core, make_request, run_all, small_config

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
-from jaxserve.types.output import FinishReason
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step import FinishReason, SchedulerOutput
 from tests.fakes import FakeRunner, Transcripts, alone, embedding_of, make_core, make_request, run_all, small_config
 
 LONG = list(range(2, 80))

@@ -22,9 +22,8 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step import FinishReason, SchedulerOutput, TokenOutput
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, alone, make_core, small_config
 from tests.faults.faulty_runner import FaultyRunner

@@ -14,8 +14,7 @@ from jaxserve.errors import ConflictError
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.types.group import Done, Operation
 from jaxserve.types.messages import Add, Call, Outputs, Reply
-from jaxserve.types.output import FinishReason
-from jaxserve.types.request import RequestStatus
+from jaxserve.types.step import FinishReason, RequestStatus
 from tests.engine.test_hosts import leader
 from tests.engine.test_server import ListChannel, info
 from tests.fakes import alone, make_core, make_request, run_all, small_config

@@ -16,8 +16,8 @@ from jaxserve.engine.factory import pages_name
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.conftest import ONE_ROW
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.quick import quick_programs

@@ -16,7 +16,7 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.saved_programs.program_store import ProgramStore
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import StepTimes
 from tests.quick import quick_programs
 
 PROMPTS = [[7, 11, 13] * 9, [5] * 17, list(range(20, 60))]

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.scheduler import decode_step_seconds
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
-from jaxserve.types.output import FinishReason
-from jaxserve.types.step import SampledTokens, SchedulerOutput
+from jaxserve.types.step import FinishReason, SampledTokens, SchedulerOutput
 from tests.fakes import VOCAB, Transcripts, drain, make_core, make_request, run_all, small_config
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from jaxserve.engine.output_groups import GROUP_TOKENS, OutputGroups
 from jaxserve.types.extras import SamplingMask, TokenExtras
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
+from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput
 from tests.fakes import make_request
 
 

@@ -28,9 +28,8 @@ from jaxserve.types.messages import (
     Stop,
     ToEngine,
 )
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step import FinishReason, SchedulerOutput, TokenOutput
 from tests.fake_grammar import CountingMatcher
 from tests.fakes import VOCAB, alone, make_core, make_request, small_config
 from tests.faults.faulty_runner import FaultyRunner

@@ -14,9 +14,8 @@ from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
-from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenOutput, joined_versions
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
-from jaxserve.types.step import SchedulerOutput, SlotInit
+from jaxserve.types.step import FIRST_VERSION, FinishReason, SchedulerOutput, SlotInit, TokenOutput, joined_versions
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, FakeRunner, FakeSlot, FakeStep, small_config
 from tests.waiting import LAST_RESORT

@@ -20,7 +20,7 @@ from jaxserve.engine.server import BuiltEngine
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
 from jaxserve.types.sampling import GrammarSpec
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import FakeRunner, FakeStep, small_config

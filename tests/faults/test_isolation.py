@@ -17,8 +17,8 @@ from jaxserve.config import Config
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineStats, Located
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, alone, make_core, small_config
 from tests.faults.faulty_runner import FaultyRunner

@@ -17,8 +17,8 @@ from jaxserve.client.processes.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.errors import NotReadyError, QueueFullError
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.fakes import alone
 from tests.faults.fake_engine import MARKS
 from tests.waiting import LAST_RESORT

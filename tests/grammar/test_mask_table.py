@@ -12,9 +12,7 @@ import pytest
 from jaxserve.grammar import mask_table
 from jaxserve.grammar.mask_table import MaskTable
 from jaxserve.grammar.token_mask import Matcher, TokenMask
-from jaxserve.types.mask_budget import NUM_QUICK, QUICK, MaskBudget
-from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.step import ScheduledRow, SchedulerOutput
+from jaxserve.types.step import NUM_QUICK, QUICK, FinishReason, MaskBudget, ScheduledRow, SchedulerOutput, TokenOutput
 from tests.fake_grammar import CountingMatcher, HandExecutor
 
 

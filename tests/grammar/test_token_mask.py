@@ -8,8 +8,8 @@ import pytest
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.grammar.token_mask import TokenMask
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
+from jaxserve.types.step import MaskBudget
 from tests.fake_grammar import CountingMatcher
 
 

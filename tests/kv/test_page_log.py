@@ -7,7 +7,7 @@ from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.radix_cache import Node
 from jaxserve.routing.prefix_index import PrefixIndex
 from jaxserve.types.page_keys import page_keys
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
 
 PAGE = 2
 

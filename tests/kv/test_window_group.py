@@ -8,9 +8,8 @@ import pytest
 from jaxserve.engine.core.engine_core import EngineCore, StepError
 from jaxserve.errors import ConfigError
 from jaxserve.kv.window_group import WindowGroup, WindowPages
-from jaxserve.types.request import Request
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import SchedulerConfig, WindowSize
+from jaxserve.types.step import Request
 from tests.fakes import Transcripts, alone, make_core, make_request, run_all, small_config
 
 WINDOW, PAGE = 10, 4

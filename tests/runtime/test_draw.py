@@ -11,8 +11,7 @@ import pytest
 
 from jaxserve.runtime.sampling import draw, slots
 from jaxserve.runtime.sampling.vocab import top_k_by_groups
-from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.threefry import threefry2x32
+from jaxserve.types.sampling import SamplingParams, threefry2x32
 from tests.runtime.test_sampler import GREEDY, S, V, oracle_support, programs, random_logits, run, state_of, tokens
 
 # --- which tokens may be drawn

@@ -19,7 +19,7 @@ from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup, check_reach
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
 
 GIB = 2**30
 SIZES = Sizes(

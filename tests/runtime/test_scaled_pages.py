@@ -35,7 +35,7 @@ from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.speculation.ngram import NGramDrafter
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
 from tests.fakes import make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint

@@ -12,7 +12,7 @@ from jaxserve.models.loading.loader import build
 from jaxserve.runtime.memory import Sizes, plan_memory
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.shape_plan import ShapePlan, ShapePlanner, splits
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
 from tests.conftest import SharedData
 from tests.models.published import PUBLISHED
 

@@ -17,9 +17,9 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.types.extras import ExtraParams
-from jaxserve.types.output import TokenLogprobs
 from jaxserve.types.sampling import EngineRequest, GrammarSpec
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import TokenLogprobs
 from tests.fake_grammar import CountingMatcher
 from tests.fakes import OracleDrafter, Transcripts, make_request, run_all
 from tests.models.checkpoints import random_tensors, write_checkpoint

@@ -7,8 +7,8 @@ import pytest
 
 from jaxserve.kv.radix_cache import Node
 from jaxserve.scheduler.admission import CLIP_NEW_TOKENS, DECAY_STEPS, MAX_STALL, NewTokenRatio, PrefillsInProgress
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import Request
 from tests.fakes import make_core, make_request, small_config
 
 PAGE = 4

@@ -7,11 +7,9 @@ import pytest
 
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.scheduler.background import BATCH_EVERY, ONLINE_MEMORY, PriorityOnly, YieldToOnline, make_policy
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.scheduling.step_times import StepTimes
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.scheduling import SchedulerConfig, StepTimes
+from jaxserve.types.step import Request, SchedulerOutput
 from tests.fakes import VOCAB, FakeRunner, FakeStep, Transcripts, alone, make_core, make_request, run_all, small_config
 
 POLICIES = ("fcfs", "lpm", "priority")

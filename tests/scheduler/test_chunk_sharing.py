@@ -7,10 +7,9 @@ import pytest
 
 from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.kv.window_group import WindowGroup
-from jaxserve.types.output import FinishReason
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import StepTimes
+from jaxserve.types.step import FinishReason, Request
 from tests.fakes import VOCAB, Transcripts, alone, make_core, make_request, run_all, small_config
 
 BUDGET = 16

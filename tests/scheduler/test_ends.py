@@ -5,9 +5,8 @@ import pytest
 
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.step import SampledTokens
+from jaxserve.types.step import FinishReason, SampledTokens
 from tests.fakes import VOCAB, FakeRunner, Transcripts, alone, drain, make_core, make_request, run_all, small_config
 from tests.scheduler.test_scheduler import add, prompt_of, recording_core, schedule, shapes, step
 

@@ -4,8 +4,8 @@ import pytest
 
 from jaxserve.errors import InvalidValueError
 from jaxserve.scheduler.stopping import check_allowed, nothing_allowed
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.fake_grammar import CountingMatcher
 from tests.fakes import make_core, make_request, next_token, run_all, small_config
 

@@ -15,10 +15,8 @@ from jaxserve.scheduler.logprobs import (
     too_many_candidates,
 )
 from jaxserve.types.extras import ExtraParams, SamplingMask, SamplingMasks, StepExtras
-from jaxserve.types.output import TokenLogprobs, TokenOutput
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.step import SampledTokens, ScheduledRow
+from jaxserve.types.step import Request, SampledTokens, ScheduledRow, TokenLogprobs, TokenOutput
 
 ALL = ExtraParams(logprob_token_ids=(4, 9), sampling_mask=True, hidden_states="all", routed_experts=True)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason
 from tests.fakes import Transcripts, alone, make_request, run_all
 from tests.scheduler.test_scheduler import Recorder, computed, preempting, prompt_of, recording_core, step
 

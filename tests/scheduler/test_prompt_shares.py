@@ -8,8 +8,8 @@ import pytest
 
 from jaxserve.scheduler.prompt_shares import PromptShares
 from jaxserve.scheduler.waiting.tenants import TenantShares
-from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import Request, RequestStatus
 
 
 def prompt(name: str, tokens: int, *, priority: int = 0, arrival: float = 0.0, aged: bool = False) -> Request:

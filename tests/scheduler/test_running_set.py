@@ -1,8 +1,8 @@
 """The two lists of running requests, and who of them is to stay."""
 
 from jaxserve.scheduler.running_set import RunningSet
-from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import Request, RequestStatus
 
 
 def running(name: str, *, output: int = 0, prompt: int = 4, priority: int = 0, aged: bool = False) -> Request:

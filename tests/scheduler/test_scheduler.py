@@ -5,11 +5,9 @@ import pytest
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.types.output import FinishReason
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import ScheduledRow, SchedulerOutput
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import FinishReason, Request, ScheduledRow, SchedulerOutput
 from tests.fakes import VOCAB, FakeRunner, FakeStep, Transcripts, alone, make_core, make_request, run_all, small_config
 
 

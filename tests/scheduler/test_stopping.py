@@ -3,9 +3,8 @@
 import pytest
 
 from jaxserve.scheduler.stopping import Timers, end_of
-from jaxserve.types.output import FinishReason
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason, Request
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

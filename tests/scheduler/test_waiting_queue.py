@@ -7,8 +7,8 @@ import pytest
 
 from jaxserve.scheduler.waiting.tenants import TenantShares
 from jaxserve.scheduler.waiting.waiting_queue import WINDOW, WaitingQueue
-from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
+from jaxserve.types.step import Request, RequestStatus
 from tests.fakes import small_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.speculation.allotment import FIRST_RATE, DraftRecord, allot
-from jaxserve.types.scheduling.step_times import UNTIMED, StepTimes
+from jaxserve.types.scheduling import UNTIMED, StepTimes
 
 SIZES = (2, 4, 8, 16, 32)
 FLAT = StepTimes({1: 1.0, 8: 1.2}, {}, dict.fromkeys(SIZES, 1.3))  # reading the weights takes all the time

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.speculation.ngram import MAX_INDEXED, NGramDrafter, NGramIndex
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import Request
 
 
 def searched(tokens: list[int], smallest: int, largest: int, most: int) -> list[int]:

@@ -9,8 +9,8 @@ import pytest
 
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import SamplingParams, ThinkingForm
+from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput
 
 TEXT = "naïve café 👩‍👩‍👧‍👦 日本語のテキスト e\u0301 \u0928\u093f — done. And more."
 

@@ -27,8 +27,8 @@ from jaxserve.types.messages import (
     decode_to_engine,
     encode,
 )
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import EngineRequest, GrammarSpec, SamplingParams
+from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput
 
 PARAMS = SamplingParams(
     temperature=0.5,

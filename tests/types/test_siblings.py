@@ -9,8 +9,7 @@ from jaxserve.config import Config
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
-from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.siblings import request_seed
+from jaxserve.types.sampling import SamplingParams, request_seed
 from tests.client.test_async_engine import HandLink
 
 

@@ -1,6 +1,6 @@
 """How long a step takes, and how many tokens a time allows."""
 
-from jaxserve.types.scheduling.step_times import UNTIMED, StepTimes
+from jaxserve.types.scheduling import UNTIMED, StepTimes
 
 TIMES = StepTimes({1: 1.0, 8: 2.0}, {8: 4.0, 32: 10.0})
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.types.scheduling.window_size import WindowSize
+from jaxserve.types.scheduling import WindowSize
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 10, 16])

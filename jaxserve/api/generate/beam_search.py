@@ -13,8 +13,8 @@ import msgspec
 
 from jaxserve.api.generate.generation import Generate
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason, TokenLogprobs, joined_versions
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import FinishReason, TokenLogprobs, joined_versions
 
 MAX_WIDTH = 10  # a step needs twice as many log-probabilities as beams, and the engine gives 20
 

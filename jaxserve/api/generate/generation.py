@@ -26,8 +26,8 @@ from jaxserve.errors import ConflictError, HTTPError, InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import EngineInfo
-from jaxserve.types.output import joined_versions
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import joined_versions
 
 MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
 CONTEXTS_A_REQUEST = 32  # or this multiple of the context length, if that is more

@@ -21,7 +21,7 @@ from jaxserve.api.tasks.task import Mode, RepetitionRule
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.step import FinishReason, TokenOutput
 
 
 def with_beam_search(prompt: PromptTask, mode: Mode, state: ServerState) -> PromptTask:

@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.api.generate.generation import Stream
 from jaxserve.api.tasks.task import RepetitionRule
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 
 REPETITION = "repetition"  # value of matched_stop in that case
 

@@ -20,7 +20,7 @@ from jaxserve.text.events import (
     ToolCallStart,
 )
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 
 _SOUGHT = 64  # characters of an event by which its place in the output's text is found
 

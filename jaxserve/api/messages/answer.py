@@ -17,7 +17,7 @@ from jaxserve.api.respond.admission import admitted, next_output
 from jaxserve.api.respond.wire import is_object
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 
 Json = dict[str, Any]
 

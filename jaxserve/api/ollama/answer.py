@@ -22,7 +22,7 @@ from jaxserve.api.respond.logprobs import chat_logprobs
 from jaxserve.api.respond.wire import is_object
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 
 Json = dict[str, Any]
 Kind = Literal["chat", "generate"]

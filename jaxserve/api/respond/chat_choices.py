@@ -20,7 +20,7 @@ from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.chat import ChatOptions
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallStart
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason, TokenLogprobs
+from jaxserve.types.step import FinishReason, TokenLogprobs
 
 Chunk = dict[str, Any]
 

@@ -11,7 +11,7 @@ from jaxserve.api.generate.generation import PromptTask
 from jaxserve.api.respond.extras import Candidates, RoutedExperts
 from jaxserve.api.tasks.task import ExtraFields
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FIRST_VERSION, joined_versions
+from jaxserve.types.step import FIRST_VERSION, joined_versions
 
 
 class ExtraFieldWriter:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.api.shared.token_texts import TokenTexts
-from jaxserve.types.output import TokenLogprobs
+from jaxserve.types.step import TokenLogprobs
 
 FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
 

@@ -10,7 +10,7 @@ from jaxserve.api.respond.logprobs import floor
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import TokenLogprobs
+from jaxserve.types.step import TokenLogprobs
 
 Entries = Sequence[TokenLogprobs | None]
 

@@ -20,7 +20,7 @@ from jaxserve.api.responses.task import ResponseOptions
 from jaxserve.errors import ContextLengthError, HTTPError, QueueFullError, RequestError
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason, TokenLogprobs
+from jaxserve.types.step import FinishReason, TokenLogprobs
 
 Json = dict[str, Any]
 

@@ -18,7 +18,7 @@ from jaxserve.api.protocol.sessions import OpenSessionRequest
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.errors import InvalidValueError, NotFoundError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 
 MAX_SESSIONS = 4096
 MAX_SESSION_TOKENS = 2**23  # tokens of all sessions together: 32 MiB

@@ -20,8 +20,8 @@ from jaxserve.client.replicas.replica import Replica
 from jaxserve.client.sequences.sequence_table import NOWHERE, LiveSequence, SequenceTable
 from jaxserve.errors import HTTPError
 from jaxserve.transport.page_directory import PageDirectory, remove_file
-from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import EngineRequest, Prefilled
+from jaxserve.types.step import TokenOutput
 
 MAX_FILES = 4  # at a time, because each may hold gigabytes
 # Pages that a decode engine reads between two of its steps: the larger size of its page programs

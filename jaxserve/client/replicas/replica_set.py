@@ -45,8 +45,8 @@ from jaxserve.types.messages import (
     RequestRefused,
     with_measured,
 )
-from jaxserve.types.output import TokenOutput
 from jaxserve.types.page_keys import PageEvents
+from jaxserve.types.step import TokenOutput
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.client.processes.supervisor import EngineStatus
-from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.messages import EngineInfo, EngineStats
+from jaxserve.types.step import DraftCounters
 
 _SUMMED_INFO = ("num_pages", "max_num_seqs", "useful_rows")
 _NOT_SUMMED = ("weight_version", "step_sizes", "drafts", "details")

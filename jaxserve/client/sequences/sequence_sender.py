@@ -22,8 +22,8 @@ from jaxserve.client.sequences.sequence_table import LiveSequence, ReplicaShare,
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.types.fault_isolator import DeviceFaultError
 from jaxserve.types.messages import Abort, Add, ToEngine
-from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams
+from jaxserve.types.step import FinishReason, TokenOutput
 
 # A sequence that was in work at so many deaths is a suspect at the next one, even if it gave outputs after each.
 MAX_DEATHS = 2

@@ -17,8 +17,8 @@ import msgspec
 
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.text.output.sequence_text import error_of
-from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import EngineRequest, Prefilled
+from jaxserve.types.step import TokenOutput
 
 NOWHERE = -1  # the replica of a sequence for which none is chosen yet, or whose pages are handed over
 

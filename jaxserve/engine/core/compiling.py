@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxserve.scheduler.stopping import Timers, overdue
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import GrammarSpec
+from jaxserve.types.step import Request
 
 Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future's result is a Matcher
 

@@ -30,13 +30,10 @@ from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.waiting.wait_reason import WaitReason
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.types.fault_isolator import FaultIsolator
-from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.messages import EngineStats, WaitingRequest
-from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import SchedulerOutput, StepHandle, StepRunner
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import FinishReason, MaskBudget, Request, SchedulerOutput, StepHandle, StepRunner, TokenOutput
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, Un
 from jaxserve.grammar.token_mask import Matcher, TokenMask
 from jaxserve.scheduler.stopping import check_allowed
 from jaxserve.types.extras import MAX_LOGPROB_IDS
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, GrammarSpec, SamplingParams
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import Request
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxserve.types.output import FIRST_VERSION
+from jaxserve.types.step import FIRST_VERSION
 
 # What becomes of running requests: they end; they return to the queue and are computed again; they keep their KV.
 Mode = Literal["abort", "retract", "in_place"]

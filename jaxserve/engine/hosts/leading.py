@@ -21,7 +21,7 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights, Place, Tick
 from jaxserve.transport.group.leader import LeaderEnd
 from jaxserve.types.group import Done, Execute, LeaderEnds, Operation, PlanOffer, Sample, WarmedUp, WarmRun
-from jaxserve.types.scheduling.step_times import StepTimes
+from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle
 
 PLAN_LIMIT = 3600.0  # seconds that the slowest host may take to read the weights, and again to compile

@@ -20,7 +20,7 @@ from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.ops.quantized import BLOCK, MIDDLE, Quantized
 from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
-from jaxserve.types.threefry import threefry2x32
+from jaxserve.types.sampling import threefry2x32
 
 _PAGE = 16
 _PAGES = ((3,), (0, 4, 2), (1,))  # of each row of the attention case

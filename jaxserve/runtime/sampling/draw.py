@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.runtime.sampling.vocab import WHOLE, Vocab, first_above
-from jaxserve.types.threefry import threefry2x32
+from jaxserve.types.sampling import threefry2x32
 
 CDF_LANES = 128  # sums of the first level of the inverse CDF
 _ONE_BITS = 0x3F800000  # bits of float32 1.0; positive floats are ordered as their bits are

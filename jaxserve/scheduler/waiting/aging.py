@@ -6,9 +6,9 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
-from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import Request, RequestStatus
 
 _Entry = tuple[int, float, int, Request]
 

@@ -21,9 +21,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxserve.types.request import Request
 from jaxserve.types.sampling import Tenant
-from jaxserve.types.step import ScheduledRow
+from jaxserve.types.step import Request, ScheduledRow
 
 MIN_SLOTS = 8  # an engine with fewer does without keeping one
 

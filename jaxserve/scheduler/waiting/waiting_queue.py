@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from jaxserve.scheduler.waiting.aging import Aging, age_of
 from jaxserve.scheduler.waiting.tenants import TenantShares, tenant_of
-from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.step import Request, RequestStatus
 
 WINDOW = 128  # requests of a class that are sorted against each other; sorting thousands costs more than it gains
 MAX_AGED_TRIED = 64  # aged requests whose priority counts for the best one

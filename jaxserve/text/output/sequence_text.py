@@ -18,8 +18,8 @@ from jaxserve.text.reasoning import ThinkingLimit, ThinkParser, think_tags
 from jaxserve.text.stop import StopChecker, Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
-from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget, ThinkingForm
+from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 
 
 class RequestOutput(msgspec.Struct):

@@ -7,7 +7,7 @@ from jaxserve.api.generate.turn import RawInputParser, Turn
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from jaxserve.text.output.output_parser import ParserChoice
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason
+from jaxserve.types.step import FinishReason
 
 FIRST: list[Event] = [ToolCallStart(0, "a", "f"), ToolCallDelta(0, "{}"), ToolCallEnd(0)]
 SECOND: list[Event] = [ToolCallStart(1, "b", "f"), ToolCallDelta(1, "{}"), ToolCallEnd(1)]

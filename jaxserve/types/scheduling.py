@@ -1,0 +1,237 @@
+"""What the scheduler must know about the model, the device and the configuration: resolved numbers, no "auto".
+
+Also the measured durations of steps, and how many pages a sliding window needs. The page at index i holds the positions
+[i * page_size, (i + 1) * page_size), as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
+
+NEARLY = 0.9  # share of the highest throughput that counts as nearly all of it
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds per step of the programs that were timed. Both tables may be empty.
+
+    decode     decode rows -> seconds
+    prefill    tokens of a step with a prompt -> seconds
+    verify     tokens of a step with drafts -> seconds
+    """
+
+    decode: Mapping[int, float]
+    prefill: Mapping[int, float]
+    verify: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, decode: Mapping[int, float], prefill: Mapping[int, float], verify: Mapping[int, float] | None = None
+    ) -> StepTimes:
+        """Build the tables from one measurement per size. Removes noise: no size takes longer than a larger one."""
+        return cls(_rising(decode), _rising(prefill), _rising(verify or {}))
+
+    def like(self, whole: StepTimes) -> StepTimes:
+        """Return these times with prefill as slow as in `whole`, which has the largest size of the same programs.
+
+        Steps without rows have no attention, which is a part of a prefill and hardly any of a decode step.
+        """
+        largest = max(self.prefill, default=0)
+        if not self.prefill.get(largest) or largest not in whole.prefill:
+            return self
+        factor = max(1.0, whole.prefill[largest] / self.prefill[largest])
+        return StepTimes(self.decode, {size: factor * taken for size, taken in self.prefill.items()}, self.verify)
+
+    def decode_seconds(self, rows: int) -> float:
+        """Return the seconds of a step with `rows` decode rows; 0 if nothing was timed."""
+        return _seconds(self.decode or self.prefill, rows)
+
+    def verify_seconds(self, tokens: int) -> float:
+        """Return the seconds of a step with drafts of `tokens` tokens; 0 if nothing was timed."""
+        return _seconds(self.verify, tokens)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds of the steps that compute so many prompt tokens; 0 if nothing was timed."""
+        return _seconds(self.prefill, tokens)
+
+    def full_rows(self, most: int) -> int:
+        """Return the fewest decode rows whose throughput is NEARLY that of the best number of rows up to `most`.
+
+        Returns `most` if no decode step of up to `most` rows was timed.
+        """
+        speeds = {rows: rows / seconds for rows, seconds in self.decode.items() if seconds > 0 and rows <= most}
+        return min((rows for rows in speeds if speeds[rows] >= NEARLY * max(speeds.values())), default=most)
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """Return the most tokens of a step with a prompt that finishes within the given seconds.
+
+        At least the smallest size; None if nothing was timed.
+        """
+        if not self.prefill:
+            return None
+        largest = max(self.prefill)
+        if seconds > self.prefill[largest] > 0:
+            return int(largest * seconds / self.prefill[largest])
+        return max((size for size, taken in self.prefill.items() if taken <= seconds), default=min(self.prefill))
+
+
+def _rising(table: Mapping[int, float]) -> dict[int, float]:
+    return {size: min(taken for other, taken in table.items() if other >= size) for size in sorted(table)}
+
+
+UNTIMED = StepTimes({}, {})
+
+
+def _seconds(table: Mapping[int, float], count: int) -> float:
+    """Return the seconds of the smallest size that holds `count`; proportionally more beyond the largest size."""
+    if not table:
+        return 0.0
+    largest = max(table)
+    if count > largest:
+        return table[largest] * count / largest
+    return table[min(size for size in table if size >= count)]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSize:
+    """Computes with the sizes of a window, a page and a step.
+
+    window: tokens that a token sees, itself included. chunk: maximum number of prompt tokens per step.
+
+    tokens_per_step: maximum number of tokens of a decode row, drafts included
+    """
+
+    window: int
+    page_size: int
+    chunk: int
+    tokens_per_step: int = 1
+
+    def first_of_prefix(self, num_pages: int) -> int:
+        """Return the index of the first page that the token after a prefix of so many pages sees."""
+        return max(0, (num_pages * self.page_size - self.window + 1) // self.page_size)
+
+    def first_needed(self, position: int) -> int:
+        """Return the index of the first page to keep for tokens from `position` on.
+
+        These tokens see it, or an equal request that starts at the last page boundary before `position` does. So the
+        computed pages stay usable as a prefix until the next boundary.
+        """
+        return self.first_of_prefix((position - 1) // self.page_size)
+
+    def next_release(self, position: int) -> int:
+        """Return the next position at which `first_needed` can change."""
+        return ((position - 1) // self.page_size + 1) * self.page_size + 1
+
+    @property
+    def decoding(self) -> int:
+        """Maximum number of pages of a decoding request, with one step in flight and the next one."""
+        return self._span(2 * self.tokens_per_step)
+
+    @property
+    def prefilling(self) -> int:
+        """Maximum number of pages of a request in prefill, with one chunk in flight and the next one."""
+        return self._span(2 * max(self.chunk, self.tokens_per_step))
+
+    def most(self, longest: int) -> int:
+        """Return the maximum number of pages of a decoding request of at most `longest` tokens."""
+        return min(self.decoding, -(-longest // self.page_size))
+
+    def for_requests(self, count: int) -> int:
+        """Return the number of pages that so many requests can hold at once, plus as many windows for unused cached
+        prefixes.
+
+        Two prefill chunks are included.
+        """
+        return 2 * count * self.decoding + 2 * -(-self.chunk // self.page_size)
+
+    def least(self, longest: int) -> int:
+        """Return the fewest pages with which a sequence of `longest` tokens can run alone, with any cached prefix."""
+        return min(2 * self.decoding, -(-longest // self.page_size))
+
+    def _span(self, new: int) -> int:
+        """Return the maximum number of pages that `new` tokens, the window before them and up to a page before it can
+        touch.
+        """
+        return (self.window + new - 3) // self.page_size + 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Resolved settings of the scheduler. Raises ConfigError if two numbers contradict each other."""
+
+    num_pages: int
+    page_size: int  # tokens
+    max_num_seqs: int  # number of slots
+    max_num_batched_tokens: int  # per step
+    max_model_len: int  # per sequence, prompt plus output
+    policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
+    prefix_cache: bool = True
+    new_token_ratio: float = 0.7
+    queue_timeout: float | None = None  # seconds
+    prefill_chunk_size: int | None = None  # prompt tokens per step, over all requests; None: the budget
+    aging_steps: int = 1024  # steps after which a waiting request may not be passed any more
+    max_drafts: int = 0  # drafts of a decode row; 0: no speculation
+    verify_sizes: tuple[int, ...] = ()  # tokens of a step with drafts, ascending
+    window: int | None = None  # tokens that sliding-window layers see; None: no such layers
+    num_window_pages: int = 0  # size of their own page pool
+    num_host_pages: int = 0  # copies of evicted pages in the memory of the host
+    num_host_window_pages: int = 0  # likewise, of the windowed layers
+    page_events: bool = False  # whether the pages that enter and leave the prefix cache are reported
+    # tokens, ascending; a step with a prompt is shortened to one of them if that saves padding
+    step_sizes: tuple[int, ...] = ()
+    batch_policy: Literal["priority", "yield"] = "priority"  # see background.py
+    step_times: StepTimes = UNTIMED  # measured on the served model; empty: not measured
+    whole_prompts: bool = False  # disable chunked prefill: every token of an encoder sees all others
+
+    def __post_init__(self) -> None:
+        if min(self.num_pages, self.page_size, self.max_num_seqs, self.max_model_len) < 1:
+            raise ConfigError("num_pages, page_size, max_num_seqs and max_model_len must be at least 1")
+        if self.max_num_batched_tokens < 2:
+            raise ConfigError("scheduler.max_num_batched_tokens must be at least 2: one to decode and one of a prompt")
+        if min(self.aging_steps, self.prefill_chunk_size or 1) < 1:
+            raise ConfigError("aging_steps and prefill_chunk_size must be at least 1")
+        if self.whole_prompts and self.prefill_budget < self.max_model_len:
+            raise ConfigError(f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}")
+        size = self.window_size
+        if size is not None and self.num_window_pages < (least := size.least(self.max_sequence_tokens)):
+            raise ConfigError(f"{self.num_window_pages} pages for windowed layers are too few: {least} are needed")
+
+    @property
+    def window_size(self) -> WindowSize | None:
+        if self.window is None:
+            return None
+        return WindowSize(self.window, self.page_size, self.prefill_budget, 1 + self.max_drafts)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of requests that run at once. A step with one token of each still has room for a prompt token."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens - 1)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Number of tokens of the longest sequence that can run: the model's context length, or all pages."""
+        return min(self.max_model_len, self.num_pages * self.page_size)
+
+    @property
+    def prefill_budget(self) -> int:
+        return self.prefill_chunk_size or self.max_num_batched_tokens
+
+    def rank(self, priority: int) -> int:
+        """Return the effective priority under the policy: the request's own, or only whether it is background work."""
+        return priority if self.policy == "priority" else int(priority >= BACKGROUND_PRIORITY)
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise ContextLengthError or InvalidValueError for a request that could never run to its end."""
+        context, least = self.max_sequence_tokens, min(max_tokens, 1)
+        room = context - num_prompt_tokens
+        if num_prompt_tokens < 1:
+            raise InvalidValueError("the prompt has no tokens", param="prompt")
+        if room < least:
+            raise ContextLengthError.too_long(num_prompt_tokens, context - least, context=context, param="prompt")
+        if max_tokens > room:
+            raise ContextLengthError.no_room(num_prompt_tokens, max_tokens, context)
