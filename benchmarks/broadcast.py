@@ -22,8 +22,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from benchmarks.scheduler import decoding_scheduler, fake_tokens
-from jaxserve.transport.group.follower import FollowerEnd, connect
-from jaxserve.transport.group.leader import LeaderEnd
+from jaxserve.transport.group import FollowerEnd, LeaderEnd, connect
 from jaxserve.types.group import Execute, Hello, LeaderEnds, Message, Sample, encode
 from jaxserve.types.step import SchedulerOutput
 

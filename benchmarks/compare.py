@@ -34,7 +34,7 @@ from jaxserve.bench.load import LoadTarget, find_model, run_load
 from jaxserve.bench.report import LoadReport, environment, summarize
 from jaxserve.bench.workload import random_workload
 from jaxserve.errors import ConfigError
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.child import child_environment, python_command
 
 START_TIMEOUT = 600.0  # seconds
 WAITING = {"JAXSERVE_RUNTIME__WAIT_FOR_PROGRAMS": "true"}  # a measurement begins with all programs

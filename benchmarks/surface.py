@@ -31,7 +31,7 @@ from benchmarks.compare import WAITING, Server, running
 from jaxserve.bench.report import write_json
 from jaxserve.engine.engine import TextEngine
 from jaxserve.grammar.translate import schema_spec
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.child import child_environment, python_command
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import jaxserve
 from jaxserve.config import Config
 from jaxserve.engine.child import SocketChannel
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.transport.child_process import end_with_parent
+from jaxserve.transport.child import end_with_parent
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.socket_directory import STATE
 from jaxserve.types.messages import Abort, Add, EngineInfo, Located, Outputs, Ready, Stop, ToEngine

@@ -39,7 +39,7 @@ from benchmarks.device_suite.rows import (
     Results,
     describe,
 )
-from jaxserve.transport.child_process import child_environment
+from jaxserve.transport.child import child_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 AUTOTUNE = "autotune"  # folder of the choices that XLA measured; a later run takes them over

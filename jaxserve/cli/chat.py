@@ -22,7 +22,7 @@ from jaxserve.cli.options.arguments import api_key
 from jaxserve.cli.terminal.chat_shell import ChatShell, answer
 from jaxserve.cli.terminal.conversation import Conversation, error_message
 from jaxserve.errors import ConfigError, UnexpectedEndError
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.child import child_environment, python_command
 
 _CARD = "jaxserve is ready"
 _STOP_SECONDS = 30.0

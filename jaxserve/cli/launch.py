@@ -36,7 +36,7 @@ from jaxserve.client.processes.link import EngineLink, ProcessLink
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
 from jaxserve.store import Store, ThreadLimits
-from jaxserve.transport.engine_child import EngineChild
+from jaxserve.transport.child import EngineChild
 
 logger = logging.getLogger(__name__)
 

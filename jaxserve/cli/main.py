@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from jaxserve.errors import ConfigError, UnexpectedEndError
-from jaxserve.transport.child_process import without_empty_entries
+from jaxserve.transport.child import without_empty_entries
 from jaxserve.version import __version__
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write that are no bug

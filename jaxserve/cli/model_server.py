@@ -23,7 +23,7 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.model_process import ModelServerStart
 from jaxserve.log import configure_logging
-from jaxserve.transport.child_process import end_with_parent
+from jaxserve.transport.child import end_with_parent
 
 _START = msgspec.json.Decoder(ModelServerStart)
 

@@ -21,8 +21,8 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.replicas.engine_calls import EngineCalls
 from jaxserve.client.sequences.sequence_table import LiveSequence
 from jaxserve.errors import EngineDeadError, HTTPError, InvalidValueError
-from jaxserve.transport.child_frames import MAX_CHILD_FRAME
-from jaxserve.transport.frame_stream import FrameStream
+from jaxserve.transport.child import MAX_CHILD_FRAME
+from jaxserve.transport.group import FrameStream
 from jaxserve.types.messages import (
     Abort,
     Add,

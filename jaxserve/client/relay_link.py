@@ -16,7 +16,7 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.queue_limit import Load
 from jaxserve.config import Config
 from jaxserve.errors import JaxserveError
-from jaxserve.transport.frame_stream import FrameStream
+from jaxserve.transport.group import FrameStream
 from jaxserve.transport.shared_state import Pulse
 from jaxserve.types.messages import (
     Call,

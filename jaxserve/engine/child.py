@@ -25,7 +25,7 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 from jaxserve.system import keep_freed_memory
-from jaxserve.transport.child_process import end_with_parent
+from jaxserve.transport.child import end_with_parent
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.socket_directory import STATE
 from jaxserve.types.messages import (

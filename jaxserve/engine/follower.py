@@ -16,8 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.pooling import is_embedder, read_pooling
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.transport.group.connection import GroupConnectionError
-from jaxserve.transport.group.follower import FollowerEnd, connect
+from jaxserve.transport.group import FollowerEnd, GroupConnectionError, connect
 from jaxserve.types.group import HostFailed
 from jaxserve.types.messages import Progress
 

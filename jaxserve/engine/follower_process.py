@@ -19,7 +19,7 @@ from jaxserve.engine.child import Heartbeat, SocketChannel
 from jaxserve.engine.follower import follow
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
-from jaxserve.transport.child_process import end_with_parent
+from jaxserve.transport.child import end_with_parent
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.socket_directory import STATE
 from jaxserve.types.messages import Failed

@@ -18,8 +18,7 @@ from jaxserve.engine.output_groups import OutputGroups
 from jaxserve.engine.request_log import log_iteration, log_received
 from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
-from jaxserve.transport.shared_state import SharedState
-from jaxserve.transport.work_record import RecordingRunner, WorkRecord
+from jaxserve.transport.shared_state import RecordingRunner, SharedState, WorkRecord
 from jaxserve.types.messages import (
     Abort,
     Add,

@@ -25,7 +25,7 @@ from jaxserve.api.http.forward import PeerEndedError, forward
 from jaxserve.config import Config
 from jaxserve.config_types import reveal
 from jaxserve.telemetry.merging import Families
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.child import child_environment, python_command
 
 CHILD_BACKLOG = 2048  # connections that the kernel queues while the child starts
 LOAD_INTERVAL = 0.1  # seconds between two looks whether the model is loaded

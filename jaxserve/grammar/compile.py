@@ -23,8 +23,7 @@ import msgspec
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
 from jaxserve.grammar.translate import check_source
 from jaxserve.grammar.worker import Cancel, Check, GrammarSetup, Verdict
-from jaxserve.transport.child_frames import frame
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.child import child_environment, frame, python_command
 from jaxserve.types.sampling import GrammarSpec
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import msgspec
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.translate import hidden_name, shown_names, translate
-from jaxserve.transport.child_frames import frame, limit_memory, read_frame, take_pipes, write
+from jaxserve.transport.child import frame, limit_memory, read_frame, take_pipes, write
 from jaxserve.types.sampling import GrammarSpec
 
 STACK_BYTES = 4 << 20  # half of the stack of the engine's threads: a grammar that would overflow them fails here first

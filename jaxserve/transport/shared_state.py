@@ -5,6 +5,15 @@
 
 One process writes and the other reads, without a lock. The ids are written to the invalid one of two halves, then
 one byte makes it valid. A process killed while writing leaves the previous ids.
+
+A table of numbers in memory that several processes share. Each process writes one row and reads all of them.
+
+A number is 8 bytes, aligned, so that a reader sees it whole. There is no lock.
+
+Records the requests in work before the engine starts on them. The API process reads the record after a crash.
+
+A request is in work from the dispatch of a step that contains it until two steps later, because two steps may be on
+the device at once. It is also in work while it is received or its grammar is compiled.
 """
 
 from __future__ import annotations
@@ -12,10 +21,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from jaxserve.types.step import SchedulerOutput, StepHandle, StepRunner
 
 _COUNTER = struct.Struct("<Q")
 _PULSE = struct.Struct("<QQ")
@@ -87,3 +100,77 @@ class SharedState:
         _LENGTH.pack_into(self._memory, start, len(data))
         self._memory[start + _LENGTH.size : start + _LENGTH.size + len(data)] = data
         self._memory[_VALID] = half
+
+
+class Board:
+    """float64 [rows, columns], zero at first. descriptor: of a file made by `create`"""
+
+    def __init__(self, descriptor: int, num_rows: int, num_columns: int) -> None:
+        self._memory = mmap.mmap(descriptor, num_rows * num_columns * 8)
+        numbers = memoryview(self._memory).cast("d")
+        self.rows: Sequence[memoryview[float]] = [
+            numbers[start : start + num_columns] for start in range(0, num_rows * num_columns, num_columns)
+        ]
+
+    @staticmethod
+    def create(num_rows: int, num_columns: int) -> int:
+        """Return the descriptor of a new file without a name."""
+        descriptor, path = tempfile.mkstemp(prefix="jaxserve-board-")
+        os.unlink(path)
+        os.ftruncate(descriptor, num_rows * num_columns * 8)
+        return descriptor
+
+    def total(self, column: int) -> float:
+        """Return the sum of one number over all processes."""
+        return sum(row[column] for row in self.rows)
+
+    def clear(self, row: int) -> None:
+        """Set the numbers of a process that has ended to zero."""
+        for column in range(len(self.rows[row])):
+            self.rows[row][column] = 0.0
+
+
+class WorkRecord:
+    """Writes only changes: 256 rows that continue to decode cost 5 us per step, 256 new rows 20 us."""
+
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
+        self._step: list[str] = []  # ids of the latest step
+        self._written: list[str] = []  # ids of the two latest steps
+        self._others: list[str] = []
+
+    def dispatching(self, ids: list[str]) -> None:
+        """Record that a step with these rows is dispatched next."""
+        rows = ids if ids == self._step else list(dict.fromkeys(self._step + ids))
+        self._step = ids
+        if rows != self._written:
+            self._written = rows
+            self._state.write(rows + self._others)
+
+    def taking_in(self, ids: list[str]) -> None:
+        """Record that exactly these requests are being received or compiled."""
+        if ids != self._others:
+            self._others = ids
+            self._state.write(self._written + ids)
+
+
+class RecordingRunner:
+    """A StepRunner that records each step before it dispatches it."""
+
+    def __init__(self, inner: StepRunner, record: WorkRecord) -> None:
+        self._inner = inner
+        self._record = record
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        if output.rows:
+            self._record.dispatching([row.request_id for row in output.rows])
+        return self._inner.execute(output)
+
+    def rebuild(self) -> None:
+        self._inner.rebuild()
+
+    def num_compiles(self) -> int:
+        return self._inner.num_compiles()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -11,7 +11,7 @@ from jaxserve.client.queue_limit import Load
 from jaxserve.config import ApiKey
 from jaxserve.errors import QueueFullError
 from jaxserve.telemetry.merging import Families, counted, merge_families
-from jaxserve.transport.board import Board
+from jaxserve.transport.shared_state import Board
 
 KEYS = (
     ApiKey(name="narrow", value="a-narrow-key", max_running=1, max_queued=1),  # type: ignore[arg-type]

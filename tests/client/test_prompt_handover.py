@@ -16,7 +16,7 @@ from jaxserve.client.sequences.sequence_table import LiveSequence
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.transport import page_directory
+from jaxserve.transport import socket_directory
 from jaxserve.types.messages import Add, EngineStats, Outputs, decode_from_worker, encode
 from jaxserve.types.page_keys import PageEvents, page_keys
 from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams, siblings
@@ -33,7 +33,7 @@ Test = Callable[..., Coroutine[None, None, None]]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(page_directory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(socket_directory, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 

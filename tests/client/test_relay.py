@@ -20,8 +20,8 @@ from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import EngineDeadError, InvalidValueError, NotReadyError, QueueFullError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.transport import child_frames
-from jaxserve.transport.frame_stream import FrameStream
+from jaxserve.transport import child
+from jaxserve.transport.group import FrameStream
 from jaxserve.types.messages import Located, Outputs, RequestRefused, ToWorker, decode_to_worker
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 from jaxserve.types.step import FinishReason, TokenOutput
@@ -282,7 +282,7 @@ def test_calls_to_a_worker_are_answered() -> None:
 
 def test_outputs_of_one_step_that_are_too_large_together_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As routed experts of long prompts are. An output that is too large alone ends its own sequence."""
-    for module in (child_frames, relay_module):
+    for module in (child, relay_module):
         monkeypatch.setattr(module, "MAX_CHILD_FRAME", 2000, raising=False)
     found: list[ToWorker] = []
     ends: list[bool] = []

@@ -18,7 +18,7 @@ from jaxserve.engine.factory import build_engine
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, RopeConfig
-from jaxserve.transport import page_directory
+from jaxserve.transport import socket_directory
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from tests.thread_link import ThreadLink
 from tests.waiting import LAST_RESORT
@@ -89,7 +89,7 @@ async def check_crowd(engine: AsyncEngine) -> None:
 
 def test_bits_are_those_of_one_engine(compile_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In deterministic mode, all at once: tokens, log-probabilities, choices, grammars."""
-    monkeypatch.setattr(page_directory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(socket_directory, "SHARED_MEMORY", tmp_path)
 
     async def work(engine: AsyncEngine) -> None:
         apart = dict(zip(ASKED, await asyncio.gather(*(ask(engine, name) for name in ASKED)), strict=True))

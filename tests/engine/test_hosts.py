@@ -16,8 +16,7 @@ from jaxserve.engine.hosts.following import Operations
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
 from jaxserve.errors import ConfigError, ConflictError, ServerError
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
-from jaxserve.transport.group.follower import FollowerEnd, connect
-from jaxserve.transport.group.leader import LeaderEnd
+from jaxserve.transport.group import FollowerEnd, LeaderEnd, connect
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.group import (
     Done,

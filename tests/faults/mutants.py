@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step is not written down before it is dispatched",
-        "jaxserve/transport/work_record.py",
+        "jaxserve/transport/shared_state.py",
         "        self._record.dispatching([row.request_id for row in output.rows])\n",
         "",
         "tests/transport/test_work_record.py::test_a_step_is_written_down_before_it_is_dispatched",
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "an orphaned engine goes on",
-        "jaxserve/transport/child_process.py",
+        "jaxserve/transport/child.py",
         "    os._exit(1)\n\n",
         "\n",
         SIGNALS + "test_a_killed_server_leaves_nothing_behind",

@@ -13,7 +13,7 @@ from jaxserve import launch_server
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.processes.link import ProcessLink
 from jaxserve.config import Config
-from jaxserve.transport import page_directory
+from jaxserve.transport import socket_directory
 from jaxserve.types.sampling import SamplingParams
 from tests.conftest import SMALL
 from tests.fakes import alone
@@ -29,7 +29,7 @@ assert not {prompt[0] for prompt in PROMPTS} & {*MARKS}
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_engine_of_either_role_is_killed(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill engine and two decode engines; one is killed while each phase has requests. No token changes."""
-    monkeypatch.setattr(page_directory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(socket_directory, "SHARED_MEMORY", tmp_path)
     config = Config().replace(mesh={"replicas": 3, "prefill_replicas": 1, "prefill_min_tokens": 8})
 
     async def answer(engine: AsyncEngine, number: int) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.transport.child_process import child_environment, python_command, without_empty_entries
+from jaxserve.transport.child import child_environment, python_command, without_empty_entries
 
 
 @pytest.fixture

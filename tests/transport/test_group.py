@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.transport.group import leader as leader_module
-from jaxserve.transport.group.connection import Connection, GroupConnectionError
-from jaxserve.transport.group.follower import FollowerEnd, connect
-from jaxserve.transport.group.leader import HostLostError, LeaderEnd
+from jaxserve.transport import group as leader_module
+from jaxserve.transport.group import Connection, FollowerEnd, GroupConnectionError, HostLostError, LeaderEnd, connect
 from jaxserve.types.group import Done, Hello, LeaderEnds, Operation, Rejected, WarmRun, encode
 from tests.waiting import LAST_RESORT, wait_until
 

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.transport.shared_state import SharedState
-from jaxserve.transport.work_record import RecordingRunner, WorkRecord
+from jaxserve.transport.shared_state import RecordingRunner, SharedState, WorkRecord
 from jaxserve.types.step import SchedulerOutput
 from tests.fakes import FakeRunner, FakeStep, make_core, make_request, small_config
 

@@ -15,7 +15,7 @@ from jaxserve.api.shared.key_usage import COUNTS, KeyUsage, KeyUsages
 from jaxserve.api.shared.sessions import Sessions
 from jaxserve.client.queue_limit import Load
 from jaxserve.telemetry.merging import Families
-from jaxserve.transport.board import Board
+from jaxserve.transport.shared_state import Board
 
 MAIN = 0  # row of the main process
 _BODIES, _LIVE, _WAITING, _RUNNING = range(4)

@@ -29,8 +29,8 @@ from jaxserve.client.relay_link import RelayLink, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.log import configure_logging
 from jaxserve.telemetry.merging import Families, read_families
-from jaxserve.transport.board import Board
-from jaxserve.transport.child_process import end_with_parent
+from jaxserve.transport.child import end_with_parent
+from jaxserve.transport.shared_state import Board
 
 READY_INTERVAL = 0.01  # seconds between two looks whether the HTTP server has started
 

@@ -24,8 +24,8 @@ from jaxserve.client.relay import Relay, Relays
 from jaxserve.config import Config
 from jaxserve.errors import HTTPError, UnexpectedEndError
 from jaxserve.telemetry.merging import Families, counted, merge_families
-from jaxserve.transport.board import Board
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.child import child_environment, python_command
+from jaxserve.transport.shared_state import Board
 from jaxserve.transport.socket_directory import SocketDirectory
 
 WRITE_INTERVAL = 0.05  # seconds between two writes to the board

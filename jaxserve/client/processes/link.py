@@ -19,10 +19,9 @@ from jaxserve.client.processes.roles import check_roles
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 from jaxserve.system import platform_of
-from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
-from jaxserve.transport.page_directory import SHARED_MEMORY
+from jaxserve.transport.child import ENGINE_MODULE, EngineChild
 from jaxserve.transport.shared_state import Pulse
-from jaxserve.transport.socket_directory import sweep
+from jaxserve.transport.socket_directory import SHARED_MEMORY, sweep
 from jaxserve.types.messages import (
     EngineInfo,
     EngineState,

@@ -19,7 +19,7 @@ from pathlib import Path
 from jaxserve.client.replicas.replica import Replica
 from jaxserve.client.sequences.sequence_table import NOWHERE, LiveSequence, SequenceTable
 from jaxserve.errors import HTTPError
-from jaxserve.transport.page_directory import PageDirectory, remove_file
+from jaxserve.transport.socket_directory import PageDirectory, remove_file
 from jaxserve.types.sampling import EngineRequest, Prefilled
 from jaxserve.types.step import TokenOutput
 

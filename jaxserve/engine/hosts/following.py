@@ -18,8 +18,8 @@ from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, d
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
-from jaxserve.transport.child_frames import write
-from jaxserve.transport.group.follower import FollowerEnd
+from jaxserve.transport.child import write
+from jaxserve.transport.group import FollowerEnd
 from jaxserve.types.group import (
     Done,
     Execute,

@@ -12,7 +12,7 @@ from jaxserve.config import Config
 from jaxserve.engine.hosts import agreement
 from jaxserve.engine.hosts.jax_group import join_devices
 from jaxserve.engine.hosts.leading import Leader
-from jaxserve.transport.group.leader import LeaderEnd
+from jaxserve.transport.group import LeaderEnd
 from jaxserve.types.group import Welcome
 from jaxserve.types.messages import Failed, FromEngine, Progress
 

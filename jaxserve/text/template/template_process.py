@@ -20,8 +20,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError, InvalidValueError, ServerError
 from jaxserve.text.template.template_worker import Rendered, TemplateInput, TemplateSetup
-from jaxserve.transport.child_frames import HEAD_BYTES, frame_size, framed
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.child import HEAD_BYTES, child_environment, frame_size, framed, python_command
 
 CPU_SECONDS = 3.0  # of a render, with what is around it; the render's own limit is 1 s. To compile 256 KiB takes 2 s.
 WALL_SECONDS = 15.0  # the last resort, on a machine that gives the worker too little of a processor

@@ -18,7 +18,7 @@ import msgspec
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.shield import Shield
 from jaxserve.text.template.chat_template import ChatTemplate
-from jaxserve.transport.child_frames import framed, limit_memory, read_frame, take_pipes, write
+from jaxserve.transport.child import framed, limit_memory, read_frame, take_pipes, write
 
 
 class TemplateSetup(msgspec.Struct):

@@ -1,0 +1,209 @@
+"""An engine process as its parent sees it: the process, its private directory, and the stdin that keeps it alive.
+
+It may be started before the parent has an event loop, so that both import their modules at the same time.
+
+Length-prefixed messages over pipes between processes of this package: 4 bytes, big-endian, then the body.
+
+Also the memory limit that a child process sets itself before risky work.
+
+Starts Python processes of this package such that nothing is imported from the working directory.
+
+`python -m` puts the working directory first on the import path. A model directory may contain `zmq.py`, and the
+operator may run the server there. PYTHONPATH is used without its empty entries, which also mean the working
+directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Mapping
+from typing import BinaryIO
+
+import msgspec
+
+from jaxserve.transport.socket_directory import SocketDirectory
+
+MAX_CHILD_FRAME = 256 * 2**20  # bytes; a tokenizer.json may have 30 MB
+HEAD_BYTES = 4
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """Return the next frame; None at the end of the stream.
+
+    The stream must be unbuffered: select() does not see what a buffer holds.
+    """
+    head = _read_exactly(stream, HEAD_BYTES)
+    return None if head is None else _read_exactly(stream, frame_size(head))
+
+
+def frame_size(head: bytes) -> int:
+    """Return the length of the body in bytes. Raises ValueError if it exceeds MAX_CHILD_FRAME."""
+    (size,) = struct.unpack(">I", head)
+    if size > MAX_CHILD_FRAME:
+        raise ValueError("frame too large")
+    return size
+
+
+def _read_exactly(stream: BinaryIO, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        piece = stream.read(size - len(data))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    return framed(msgspec.msgpack.encode(message))
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+def write(descriptor: int, data: bytes | bytearray) -> None:
+    """Write all of `data`. Blocks until the reader has taken it."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def take_pipes() -> tuple[BinaryIO, int]:
+    """Return this process's stdin, unbuffered, and its former stdout. Later prints go to stderr."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(0, "rb", buffering=0), stdout
+
+
+def limit_memory(extra: int) -> None:
+    """Limit this process's memory to its current size plus `extra` bytes."""
+    if not os.path.exists("/proc/self/statm"):
+        return  # this system has no such limit
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + extra, now + extra))
+
+
+_PATH = "PYTHONPATH"
+
+
+def python_command(module: str, *words: str) -> list[str]:
+    """Return the command that runs a module of this package, without the working directory on its path."""
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return a copy of `environ` for a child, with PYTHONPATH without its empty entries."""
+    child = dict(environ)
+    if _PATH in child:
+        child[_PATH] = os.pathsep.join(filter(None, child[_PATH].split(os.pathsep)))
+    return child
+
+
+def end_with_parent() -> None:
+    """Start a thread that waits until stdin closes, which means that the parent ended, and then exits at once."""
+    threading.Thread(target=_wait_and_exit, name="parent-watch", daemon=True).start()
+
+
+def _wait_and_exit() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(1)
+
+
+def without_empty_entries(path: list[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the import path without the working directory if an empty entry of PYTHONPATH put it there."""
+    entries = environ.get(_PATH, "").split(os.pathsep)
+    if len(entries) == 1 or "" not in entries:
+        return path
+    here = os.path.abspath(os.curdir)
+    named = here in (os.path.abspath(entry) for entry in entries if entry)
+    return path if named else [entry for entry in path if entry not in ("", here)]
+
+
+ENGINE_MODULE = "jaxserve.engine.process"
+
+
+class EngineChild:
+    """A child process that runs `module`. Raises ConfigError if there is no place for its directory.
+
+    config: its configuration as JSON. environment: added to that of this process. cores: that it may use; None: all
+    niceness: by how much its priority is below that of this process, 0 to 19
+    """
+
+    def __init__(
+        self,
+        module: str,
+        config: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
+        niceness: int = 0,
+    ) -> None:
+        self._is_closed = False
+        self.directory = SocketDirectory()
+        try:
+            self._process = subprocess.Popen(
+                python_command(module, str(self.directory.path)),
+                env={**child_environment(), **(environment or {})},
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError:
+            self.directory.remove()
+            raise
+        assert self._process.stdin is not None
+        with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has ended, as `ended` will tell
+            if cores is not None:  # before its first line of configuration, so before it has threads
+                os.sched_setaffinity(self._process.pid, cores)
+            if niceness:
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, own + niceness))
+            self._process.stdin.write(config.encode() + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def ended(self) -> asyncio.Future[int]:
+        """Return a future of the exit status. To be called once, in the event loop."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[int] = loop.create_future()
+
+        def wait() -> None:
+            status = self._process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(status))
+
+        threading.Thread(target=wait, name="engine-end", daemon=True).start()
+        return future
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Kill it if it still runs, and remove its directory. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._process.kill()  # before its directory goes, which it may be about to open
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self.directory.remove()
