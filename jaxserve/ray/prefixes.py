@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.routing.prefix_index import PrefixHolders
-from jaxserve.routing.router import MAX_RATIO, MAX_SPREAD
+from jaxserve.routing.router import MAX_RATIO, MAX_SPREAD, PrefixHolders
 
 BLOCK_BYTES = 64  # bytes of text, about a page of 16 tokens
 MAX_PROMPT = 128 * 1024  # bytes of a prompt that are compared

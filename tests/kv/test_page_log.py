@@ -5,7 +5,7 @@ from array import array
 
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.radix_cache import Node
-from jaxserve.routing.prefix_index import PrefixIndex
+from jaxserve.routing.router import PrefixIndex
 from jaxserve.types.page_keys import page_keys
 from jaxserve.types.scheduling import SchedulerConfig
 

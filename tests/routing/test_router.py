@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxserve.routing.prefix_index import PrefixIndex
-from jaxserve.routing.router import ReplicaLoad, Router
+from jaxserve.routing.router import PrefixIndex, ReplicaLoad, Router
 from jaxserve.types.page_keys import PageEvents, page_keys
 
 PAGE = 2
