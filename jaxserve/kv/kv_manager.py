@@ -5,20 +5,105 @@ It waits until the last step dispatched with the request has been read: until th
 
     pages of a request     [0, cache_node.depth)      owned by the cache and locked, except duplicate_page_ids
                            [cache_node.depth, end)    owned by the request
+
+Prefixes that stay in the cache until another engine has fetched them, or until a limit of time has passed.
+
+Records which pages enter and leave the prefix cache, for the router of a server with several engines.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 
-from jaxserve.kv.held_pages import HeldPages
-from jaxserve.kv.host_tiers import HostTiers, StoredPrefix
-from jaxserve.kv.page_log import PageLog
+from jaxserve.kv.host_tier import HostTiers, StoredPrefix
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
 from jaxserve.kv.window_group import WindowGroup
+from jaxserve.types.page_keys import PageEvents, next_key, root_key
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import FinishReason, PageMove, Request
+
+
+class HeldPages:
+    """Holds the pages of at most `max_prefixes` prefixes at a time, the latest ones."""
+
+    def __init__(self, cache: RadixCache, max_prefixes: int = 64) -> None:
+        self._cache = cache
+        self._max_prefixes = max_prefixes
+        self._held: list[tuple[Node, float]] = []  # seconds to hold, from the next `expire` on
+        self._until: list[tuple[Node, float]] = []  # the end of the time
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The last nodes of the prefixes held, each locked once."""
+        return [node for node, _ in (*self._until, *self._held)]
+
+    def hold(self, node: Node, seconds: float) -> None:
+        """Keep the pages of the prefix of `node`, which must not be evicted before this call."""
+        self._cache.lock(node)
+        self._held.append((node, seconds))
+        if len(self.nodes) > self._max_prefixes:
+            self._cache.unlock((self._until or self._held).pop(0)[0])
+
+    def give_up(self, node: Node) -> None:
+        """End all holds of exactly this prefix: those of the choices of one request too."""
+        for held in (self._until, self._held):
+            for entry in [entry for entry in held if entry[0] is node]:
+                held.remove(entry)
+                self._cache.unlock(node)
+
+    def clear(self) -> None:
+        """End all holds."""
+        for node in self.nodes:
+            self._cache.unlock(node)
+        self._until.clear()
+        self._held.clear()
+
+    def expire(self, now: float) -> None:
+        """End what was held long enough. now: seconds"""
+        if self._held or self._until:
+            self._until += [(node, now + seconds) for node, seconds in self._held]
+            self._held.clear()
+            for entry in [entry for entry in self._until if entry[1] <= now]:
+                self._until.remove(entry)
+                self._cache.unlock(entry[0])
+
+
+class PageLog:
+    """The changes since the last `take`. A page that came and left meanwhile is not reported."""
+
+    def __init__(self) -> None:
+        self._changes: dict[bytes, bool] = {}  # key -> whether the page was added
+
+    def added(self, node: Node) -> None:
+        """Note that the page of `node` is cached now. Its parent is cached or a root."""
+        above = node.parent
+        assert above is not None and not isinstance(node.key, str)
+        if above.page_key is None:
+            above.page_key = root_key(str(above.key))
+        node.page_key = next_key(above.page_key, array("i", node.key).tobytes())
+        self._note(node.page_key, added=True)
+
+    def removed(self, node: Node) -> None:
+        """Note that the page of `node` is not cached any more."""
+        assert node.page_key is not None
+        self._note(node.page_key, added=False)
+
+    def _note(self, key: bytes, *, added: bool) -> None:
+        if self._changes.pop(key, added) is added:
+            self._changes[key] = added
+
+    def take(self) -> PageEvents | None:
+        """Return the changes since the last call; None if there are none."""
+        if not self._changes:
+            return None
+        changes, self._changes = self._changes, {}
+        keys: dict[bool, list[bytes]] = {True: [], False: []}
+        for key, added in changes.items():
+            keys[added].append(key)
+        return PageEvents(b"".join(keys[True]), b"".join(keys[False]))
+
 
 # Pages that waiting requests load in a step while others run: one program's, and 128 MiB of Llama-3.1-8B.
 MAX_LOADED = 64

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.kv.held_pages import HeldPages
-from jaxserve.kv.kv_manager import KVManager
+from jaxserve.kv.kv_manager import HeldPages, KVManager
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
 from tests.fakes import make_core, make_request, run_all, small_config

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
-from jaxserve.kv.window_index import WindowIndex
+from jaxserve.kv.window_group import WindowIndex
 from jaxserve.types.scheduling import WindowSize
 
 
