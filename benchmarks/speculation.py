@@ -38,8 +38,7 @@ from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.factory import build_engine
 from jaxserve.runtime.sampling.sampler import RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState
-from jaxserve.speculation.drafter import Drafter
-from jaxserve.speculation.ngram import NGramDrafter
+from jaxserve.speculation.ngram import Drafter, NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduling import StepTimes

@@ -53,8 +53,7 @@ from jaxserve.runtime.runner_setup import chosen_rounding, native_products
 from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
 from jaxserve.runtime.saved_programs.program_store import open_store
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
-from jaxserve.speculation.drafter import Drafter
-from jaxserve.speculation.ngram import NGramDrafter
+from jaxserve.speculation.ngram import Drafter, NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import FromEngine, Located, Progress
 from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, StepTimes

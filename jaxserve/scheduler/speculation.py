@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.stopping import end_of
-from jaxserve.speculation.allotment import DraftRecord, allot
-from jaxserve.speculation.drafter import Drafter, DraftMasks
+from jaxserve.speculation.ngram import Drafter, DraftMasks, DraftRecord, allot
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import DraftCounters, Request, SchedulerOutput
 

@@ -14,8 +14,7 @@ from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.speculation.drafter import Drafter
-from jaxserve.speculation.ngram import NGramDrafter
+from jaxserve.speculation.ngram import Drafter, NGramDrafter
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.sampling import EngineRequest, GrammarSpec
 from jaxserve.types.scheduling import SchedulerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.speculation.allotment import FIRST_RATE, DraftRecord, allot
+from jaxserve.speculation.ngram import FIRST_RATE, DraftRecord, allot
 from jaxserve.types.scheduling import UNTIMED, StepTimes
 
 SIZES = (2, 4, 8, 16, 32)

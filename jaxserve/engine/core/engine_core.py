@@ -28,7 +28,7 @@ from jaxserve.grammar.token_mask import TokenMask
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.waiting.wait_reason import WaitReason
-from jaxserve.speculation.drafter import Drafter
+from jaxserve.speculation.ngram import Drafter
 from jaxserve.types.fault_isolator import FaultIsolator
 from jaxserve.types.messages import EngineStats, WaitingRequest
 from jaxserve.types.sampling import EngineRequest
