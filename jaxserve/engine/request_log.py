@@ -1,6 +1,6 @@
 """The life of each request in the engine process, as debug lines: received, started, first token, finished.
 
-Why a request waits is logged by scheduler/admitter.py, and its preemption by the scheduler.
+Why a request waits is logged by scheduler/admission.py, and its preemption by the scheduler.
 """
 
 from __future__ import annotations

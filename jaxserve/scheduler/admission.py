@@ -1,16 +1,37 @@
 """Estimates for admission: tokens that running requests will still need, room for one more, prefills worth waiting for.
 
 Pure arithmetic over Requests and what they hold. Changes no request and allocates nothing.
+
+Chooses running requests to preempt: if decoding requests lack pages, or if a better request has no room.
+
+Starts waiting requests: assigns each a slot and the pages of all its known tokens, as long as there is room.
+
+Divides the prompt tokens of one step among prompts. Knows no pages and no device.
+
+Half of the tokens go to prompts in this order: aged, then by priority, by what the tenant was served, and by arrival.
+The other half goes to the prompts of the best priority and tenant with the fewest tokens left, so that a short prompt
+does not wait for a long one. Tokens that one half does not need go to the other half.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.radix_cache import Node
-from jaxserve.types.step import Request
+from jaxserve.scheduler.running_set import RunningSet
+from jaxserve.scheduler.scheduler_stats import Counters
+from jaxserve.scheduler.step_builder import pages_wanted
+from jaxserve.scheduler.tenants import TenantKey, TenantShares
+from jaxserve.scheduler.waiting_queue import WaitingQueue, WaitReason
+from jaxserve.types.step import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
 
 CLIP_NEW_TOKENS = 4096  # reserve no more of a larger max_tokens, because few outputs are that long
 FLOOR_FACTOR = 0.14  # lower bound of the ratio, as a share of its start value
@@ -195,3 +216,365 @@ class PrefillsInProgress:
             page += 1
         request.shared_with = leader.request_id, page
         return page
+
+
+class Preemption:
+    """Chooses the requests to preempt. The callback `preempt` puts one back into the queue."""
+
+    def __init__(
+        self,
+        room: Room,
+        running: RunningSet,
+        tenants: TenantShares,
+        counters: Counters,
+        preempt: Callable[[Request], None],
+    ) -> None:
+        self._kv = room.kv
+        self._running = running
+        self.tenants = tenants
+        self.room = room
+        self._counters = counters
+        self._preempt = preempt
+
+    # --- if pages run out
+
+    def make_room(self, num_waiting: int) -> None:
+        """Preempt requests if decoding requests need more pages than are free and no pages are about to be freed."""
+        decoding, available = self._running.decoding, self._kv.num_available
+        if available >= len(decoding):
+            return
+        wanted = sum(pages_wanted(request, self._kv) for request in decoding)
+        if wanted > available:
+            self._kv.merge_duplicates(self._running)
+            available = self._kv.num_available
+        ending = any(request.num_computed_tokens >= request.max_computed_tokens for request in decoding)
+        if wanted > available and not (ending or self._kv.has_leaving):
+            self._preempt_for_pages([wanted - left for left in self._kv.available()], num_waiting)
+
+    def _preempt_for_pages(self, missing: list[int], num_waiting: int) -> None:
+        """Preempt the requests with the least progress until each layer group has the pages that it lacks.
+
+        The request with the most progress always stays.
+        """
+        kept = self._running.best_first(by_priority=True)
+        count, wanted = len(kept), max(missing)
+        while max(missing) > 0 and len(kept) > 1:
+            victim = kept.pop()
+            spared = pages_wanted(victim, self._kv)
+            missing = [m - own - spared for m, own in zip(missing, self._kv.num_reclaimable(victim), strict=True)]
+            self._preempt(victim)
+        self.room.ratio.rise(kept)
+        preempted = count - len(kept)
+        self._counters.retractions += preempted
+        self._counters.retraction_events += 1
+        logger.info(
+            "%d pages short: preempted %d of %d requests, %d wait, new-token ratio now %.3f",
+            wanted, preempted, count, num_waiting + preempted, self.room.ratio.value,
+        )  # fmt: skip
+
+    # --- if a better request waits
+
+    def could_help(self, priority: int) -> bool:
+        """Return whether a request of worse priority than this one runs."""
+        return any(request.priority > priority for request in self._running)
+
+    def preempt_for(self, request: Request, missing: list[int], started: Collection[Request] = ()) -> None:
+        """Preempt requests of worse priority, or of a tenant with more than its share, if that makes room for a
+        better one.
+
+        missing: token deficit of each layer group
+        started: requests that got their slot in this step; they keep it
+        """
+        claim = self.tenants.claim(request, self._running, self._kv.page_size)
+        if self._kv.has_leaving or not (claim or self.could_help(request.priority)):
+            return
+        victims: list[Request] = []
+        for victim in reversed(self._running.best_first(by_priority=True)):
+            if self._is_enough(missing, victims) or (victim.aged and claim is None):
+                break
+            if victim.priority < request.priority or victim in started:
+                continue
+            if victim.priority == request.priority or victim.aged:
+                if claim is None or not claim.take(victim):
+                    continue
+            victims.append(victim)
+            freed = zip(missing, self._kv.num_reclaimable(victim), self.room.reserve((victim,)), strict=True)
+            missing = [m - pages * self._kv.page_size - growth for m, pages, growth in freed]
+        if self._is_enough(missing, victims):
+            for victim in victims:
+                self._preempt(victim)
+            self._counters.priority_preemptions += len(victims)
+
+    def _is_enough(self, missing: list[int], victims: list[Request]) -> bool:
+        return max(missing) <= 0 and bool(victims or self._kv.num_free_slots)
+
+
+MAX_LOOKUPS = 64  # waiting requests that are looked up in the prefix cache per step
+# of these, the shortest prompts from further back, so that a row of long prompts does not block a short one
+MAX_SHORT = 8
+MAX_SCANNED = 1024  # waiting requests that are scanned to find the short ones, at 1 us each
+# Pages of the requests that start in one step, at 1 us each, but for the first request: 64 siblings of a prompt of
+# 100,000 tokens would hold up a step for 0.3 s.
+MAX_PAGES_TAKEN = 16_384
+
+
+class Admitter:
+    """Decides whether a waiting request can start now. The caller decides which one is tried next.
+
+    started    the requests that were given a slot since `open`
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        prefills: PrefillsInProgress,
+        preemption: Preemption,
+        counters: Counters,
+    ) -> None:
+        self._kv = kv
+        self._waiting = waiting
+        self._running = running
+        self._prefills = prefills
+        self._preemption = preemption
+        self._counters = counters
+        self._room = preemption.room
+        self._tenants = preemption.tenants
+        self._step = 0
+        self._now = 0.0
+        self._blocked = False  # a request found no room: no other may start before it
+        self._pages_taken = 0  # by requests that started in this step
+        self._aged_lack: list[int] = []  # tokens that aged requests lack in each group; empty: no aged one waits
+        self._reserved: list[int] = []  # per layer group: tokens by which running requests are expected to grow
+        self._refusals = Refusals()
+        self.started: list[Request] = []
+
+    def open(self, step: int, now: float, *, batch: bool, only: Collection[str] | None) -> list[Request]:
+        """Return the waiting requests that may start in a step, in the order of the policy.
+
+        now: seconds. batch: include batch requests. only: ids of the requests to include; None: all.
+        """
+        if step != self._step:
+            self._refusals.open()
+        self._step, self._now, self._blocked, self.started = step, now, False, []
+        self._pages_taken, self._aged_lack = 0, []
+        if not self._may_find_room():
+            return []
+        if not self._running:
+            self._room.ratio.reset()
+        self._reserved = self._room.reserve(self._running)
+        candidates = (
+            request for request in self._waiting.candidates(batch=batch, only=only) if not self._awaits_prefill(request)
+        )
+        return _first_and_shortest(list(itertools.islice(candidates, MAX_SCANNED)))
+
+    def _awaits_prefill(self, request: Request) -> bool:
+        awaits = not request.aged and self._prefills.awaits_prefill(request, self._step)
+        if awaits:
+            self._refusals.note(request, WaitReason.SHARED_PREFIX)
+        return awaits
+
+    def _may_find_room(self) -> bool:
+        if self._tenants.some_may_start(self._kv.num_free_slots):
+            return len(self._waiting) > 0
+        best = self._waiting.best_priority
+        return best is not None and self._preemption.could_help(best)
+
+    def num_cached(self, request: Request) -> int:
+        """Return the number of tokens of a waiting request that the prefix cache holds."""
+        if self._blocked or request.slot is not None:
+            return 0
+        return self._kv.match(request).depth * self._kv.page_size
+
+    def arrived(self, request: Request) -> None:
+        """Note that a request was queued. If no slot is free, it is not tried, so its reason is noted here."""
+        if not self._kv.num_free_slots:
+            self._refusals.note(request, WaitReason.SLOT)
+
+    def reason(self, request: Request) -> WaitReason:
+        """Return why a waiting request could not start in the last step."""
+        if (refused := self._refusals.of(request)) is not None:
+            return refused
+        if not self._tenants.may_start(request):
+            return WaitReason.KEY_LIMIT
+        if not self._kv.num_free_slots:
+            return WaitReason.SLOT
+        return WaitReason.ROOM_BEFORE if self._blocked else WaitReason.TOKENS
+
+    def start(self, request: Request) -> bool:
+        """Give a waiting request a slot and pages. Returns False if it has to wait.
+
+        If there is no room, no other request can start before the next `open`, and running requests of worse
+        priority may be preempted for it.
+        """
+        if self._blocked:
+            return False
+        if not self._tenants.may_start(request):  # others of its key have started since `open`
+            self._refusals.note(request, WaitReason.KEY_LIMIT)
+            return False
+        in_flight = request.slot is not None  # preempted, and a step with it has not been read
+        if in_flight or self._pages_taken >= MAX_PAGES_TAKEN:
+            self._refusals.note(request, WaitReason.LAST_STEP if in_flight else WaitReason.TOKENS)
+            self._blocked = True
+            return False
+        kept = self._kv.num_free_slots == 1 and self._tenants.keeps_last_slot(request)
+        node = self._kv.match(request)
+        if not request.aged and self._prefills.worth_waiting(request, node, self._step):
+            self._refusals.note(request, WaitReason.SHARED_PREFIX)
+            return False
+        missing = self._room.missing(request, node, self._reserved, alone=not self._running)
+        if max(missing) > 0 or kept or not self._kv.num_free_slots or self._aged_lack:
+            has_slot = self._kv.num_free_slots and not kept
+            self._refusals.note(request, WaitReason.PAGES if has_slot else WaitReason.SLOT)
+            self._make_room(request, missing)
+            return False
+        if self._running and self._kv.load_ahead(request, node):
+            self._refusals.note(request, WaitReason.LOADING)
+            return False
+        self._take(request, node, -missing[-1] // self._kv.page_size)
+        return True
+
+    def _make_room(self, request: Request, missing: list[int]) -> None:
+        """Preempt worse requests for a request that found no room. missing: its token deficit in each group.
+
+        An aged request gets the room that comes free. The requests behind it may still preempt worse ones: else an
+        aged batch request would keep online requests waiting until other batch requests end.
+        """
+        lack = self._aged_lack or [0] * len(missing)
+        wanted = [own + aged for own, aged in zip(missing, lack, strict=True)]
+        self._preemption.preempt_for(request, wanted, self.started)
+        if request.aged and not self._tenants.several:
+            self._aged_lack = [aged + max(0, own) for own, aged in zip(missing, lack, strict=True)]
+        else:
+            self._blocked = True
+
+    def _take(self, request: Request, node: Node, surplus: int) -> None:
+        """surplus: see KVManager.take"""
+        num_left = max(0, request.num_prefill_tokens - request.num_computed_tokens)
+        self._waiting.remove(request)
+        self._kv.take(request, node, surplus)
+        self._pages_taken += request.num_tokens // self._kv.page_size
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = request.num_read_tokens
+        request.num_prefill_tokens = request.num_tokens
+        request.prompt_done = False
+        if request.admitted is None:
+            request.admitted = self._now
+            found = min(request.num_computed_tokens, request.num_prompt_tokens)
+            request.num_cached_tokens = found if request.prefilled is None else request.prefilled.num_cached_tokens
+        self._tenants.started(request)
+        self._prefills.add(request, self._step)
+        self._running.prefilling.append(request)
+        self._reserved = [a + b for a, b in zip(self._reserved, self._room.reserve((request,)), strict=True)]
+        self._counters.count_admission(request, num_left)
+        self.started.append(request)
+
+
+def _first_and_shortest(requests: list[Request]) -> list[Request]:
+    """Return at most MAX_LOOKUPS of the requests, in the same order."""
+    if len(requests) <= MAX_LOOKUPS:
+        return requests
+    later = requests[MAX_LOOKUPS - MAX_SHORT :]
+    shortest = set(heapq.nsmallest(MAX_SHORT, later, key=lambda request: (request.priority, request.num_tokens)))
+    return requests[: MAX_LOOKUPS - MAX_SHORT] + [request for request in later if request in shortest]
+
+
+class Refusals:
+    """Why requests were refused a slot in the last step.
+
+    Costs one dictionary entry for each request that was tried and refused. A debug line is written if a request's
+    reason changes.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[str, WaitReason] = {}
+        self._before: dict[str, WaitReason] = {}
+
+    def open(self) -> None:
+        """Begin a new step."""
+        self._before, self._now = self._now, {}
+
+    def note(self, request: Request, reason: WaitReason) -> None:
+        """Note that the request could not start in this step."""
+        self._now[request.request_id] = reason
+        if self._before.get(request.request_id) is not reason:
+            logger.debug("request %s waits: %s", request.request_id, reason.value)
+
+    def of(self, request: Request) -> WaitReason | None:
+        """Return the reason of the last step; None if the request was not tried in it."""
+        return self._now.get(request.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShares:
+    """Divides a token budget among running prompts and waiting requests. Starts waiting requests that receive tokens.
+
+    start       gives a waiting request its slot and its pages; returns whether there was room
+    num_cached  tokens of a waiting request that the prefix cache holds
+    tenant_key  sort key of a request, before its arrival: aged, priority, tenant
+    reach       position, up to the given one, for which a running prompt has pages in this step
+    whole       a prompt is computed in one step; prompts run in order of arrival up to the first that does not fit
+    """
+
+    start: Callable[[Request], bool]
+    num_cached: Callable[[Request], int]
+    reach: Callable[[Request, int], int]
+    tenant_key: Callable[[Request], TenantKey]
+    whole: bool = False
+
+    def divide(
+        self, budget: int, running: Sequence[Request], waiting: Sequence[Request], step: int
+    ) -> dict[Request, int]:
+        """Return the number of tokens of each prompt in this step. Prompts with tokens left after it come last.
+
+        running: in any order. waiting: in the order of the policy.
+        """
+        shares: dict[Request, int] = {}
+        in_order = heapq.merge(sorted(running, key=self._order), waiting, key=self._order)
+        # Alternate between rounding up and down, so that a budget of one token serves both halves.
+        half = budget if self.whole else (budget + step % 2) // 2
+        left = budget - self._serve(in_order, half, shares)
+        if left and not self.whole:
+            shortest = sorted((*running, *waiting), key=self._shortest_first)
+            self._serve(shortest, left, shares)
+        given = [(request, tokens) for request, tokens in shares.items() if tokens and _runs(request)]
+        return dict(sorted(given, key=lambda share: self._rest(*share)))
+
+    def _serve(self, prompts: Iterable[Request], budget: int, shares: dict[Request, int]) -> int:
+        """Give each prompt what it can use until the budget is spent. Returns the number of tokens given."""
+        left = budget
+        for request in prompts:
+            if left <= 0:
+                break
+            if not _runs(request):
+                if self.whole and request.num_tokens > left:
+                    break
+                if request in shares or not self.start(request):
+                    shares[request] = 0  # try each request once per step
+                    continue
+            given = shares.get(request, 0)
+            start = request.num_computed_tokens + given
+            tokens = self.reach(request, min(start + left, request.num_prefill_tokens)) - start
+            shares[request] = given + tokens
+            left -= tokens
+        return budget - left
+
+    def _order(self, request: Request) -> tuple[TenantKey, float]:
+        return self.tenant_key(request), request.arrival
+
+    def _shortest_first(self, request: Request) -> tuple[int, tuple[int, float], int, float]:
+        """Sort key: priority, what the tenant was served, fewest tokens left, arrival."""
+        if _runs(request):
+            left = request.num_prefill_tokens - request.num_computed_tokens
+        else:
+            left = request.num_tokens - self.num_cached(request)
+        _, priority, rank = self.tenant_key(request)
+        return priority, rank, left, request.arrival
+
+    def _rest(self, request: Request, tokens: int) -> int:
+        return request.num_prefill_tokens - request.num_computed_tokens - tokens
+
+
+def _runs(request: Request) -> bool:
+    return request.status is RequestStatus.RUNNING

@@ -27,7 +27,7 @@ from jaxserve.types.extras import ExtraParams
 logger = logging.getLogger(__name__)
 
 # Requests with this or a higher number are background work (batches). Under every policy online requests start before
-# them, unless a background request is aged (scheduler/waiting/aging.py).
+# them, unless a background request is aged (scheduler/waiting_queue.py).
 BACKGROUND_PRIORITY = 2**30
 
 MAX_LOGIT_BIAS = 4096  # logit_bias entries per request; the size of the device's array

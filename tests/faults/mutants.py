@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "all requests run while the failing one is searched for",
-        "jaxserve/scheduler/waiting/waiting_queue.py",
+        "jaxserve/scheduler/waiting_queue.py",
         "iter(requests) if only is None else (request for request in requests if request.request_id in only)",
         "iter(requests)",
         CORE + "test_requests_that_always_fail_end_alone",
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "what comes once comes again after a death",
-        "jaxserve/scheduler/logprobs.py",
+        "jaxserve/scheduler/step_builder.py",
         "    if request.is_answered:\n        return\n    if request.params.prompt_logprobs",
         "    if request.params.prompt_logprobs",
         "tests/client/test_replay.py::test_an_answered_request_reads_the_prefix_cache",

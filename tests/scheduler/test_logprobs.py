@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.scheduler.logprobs import (
+from jaxserve.scheduler.step_builder import (
     StepLogprobs,
     add_extras,
     ask_prompt_outputs,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jaxserve.scheduler.prompt_shares import PromptShares
-from jaxserve.scheduler.waiting.tenants import TenantShares
+from jaxserve.scheduler.admission import PromptShares
+from jaxserve.scheduler.tenants import TenantShares
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import Request, RequestStatus
 

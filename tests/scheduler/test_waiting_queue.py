@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.scheduler.waiting.tenants import TenantShares
-from jaxserve.scheduler.waiting.waiting_queue import WINDOW, WaitingQueue
+from jaxserve.scheduler.tenants import TenantShares
+from jaxserve.scheduler.waiting_queue import WINDOW, WaitingQueue
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 from jaxserve.types.step import Request, RequestStatus
 from tests.fakes import small_config

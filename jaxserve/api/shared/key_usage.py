@@ -1,6 +1,6 @@
 """What each named API key uses, and the limits of `server.keys`: requests in hand and tokens a minute.
 
-The scheduler enforces weights and `max_running` (see scheduler/waiting/tenants.py). Here a request that would exceed a
+The scheduler enforces weights and `max_running` (see scheduler/tenants.py). Here a request that would exceed a
 limit is refused with 429, which names the key's limit and the seconds after which there will be room.
 """
 

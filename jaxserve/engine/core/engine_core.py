@@ -27,7 +27,7 @@ from jaxserve.grammar.mask_table import FillRows, MaskTable
 from jaxserve.grammar.token_mask import TokenMask
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Speculation
-from jaxserve.scheduler.waiting.wait_reason import WaitReason
+from jaxserve.scheduler.waiting_queue import WaitReason
 from jaxserve.speculation.ngram import Drafter
 from jaxserve.types.fault_isolator import FaultIsolator
 from jaxserve.types.messages import EngineStats, WaitingRequest

@@ -1,23 +1,97 @@
-"""The waiting requests and the order in which they are tried: fcfs, lpm or priority.
+"""The waiting requests in the order of the policy, and why the next one waits.
 
-Within a priority requests of several tenants alternate (see tenants.py). Under every policy a preempted request comes
-before the others of its priority and tenant, and an aged one (see aging.py) comes before all others. Among several
-tenants an aged online request comes before the others of its own priority and tenant only, because in a long queue of
-one tenant all requests are aged.
+A request that waits rises in priority with time, so that none waits for ever.
 """
 
 from __future__ import annotations
 
 import bisect
+import enum
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from jaxserve.scheduler.waiting.aging import Aging, age_of
-from jaxserve.scheduler.waiting.tenants import TenantShares, tenant_of
+from jaxserve.scheduler.tenants import TenantShares, tenant_of
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import Request, RequestStatus
+
+_Entry = tuple[int, float, int, Request]
+
+
+def age_of(request: Request) -> tuple[int, float]:
+    """Sort key: the oldest request first."""
+    return request.queued_step, request.arrival
+
+
+class Aging:
+    """Finds requests to age: those without a first token `aging_steps` steps after they were queued.
+
+    Under fcfs only batch requests age, because all other requests run in order of arrival anyway. At most one batch
+    request is aged at a time. The next one follows `aging_steps` steps after the end of the last, so a long queue of
+    batch requests makes progress without delaying online requests for all of it.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._aging_steps = config.aging_steps
+        self._online_ages = config.policy != "fcfs"
+        self._batch_priority = config.rank(BACKGROUND_PRIORITY)
+        self._online = _Watched()
+        self._batch = _Watched()
+        self._aged_batch: Request | None = None  # the batch request that is aged now
+        self._batch_since = -config.aging_steps  # first step without an aged batch request
+
+    def watch(self, request: Request) -> None:
+        """Add a waiting request. If it was preempted, its age still counts from the first time that it was queued."""
+        if request.priority >= self._batch_priority:
+            self._batch.push(request)
+        elif self._online_ages:
+            self._online.push(request)
+
+    def due(self, step: int) -> Iterator[Request]:
+        """Remove and return the requests that reach the age limit at this step. The caller marks each as aged."""
+        limit = step - self._aging_steps
+        while (request := self._online.pop(limit)) is not None:
+            yield request
+        if self._aged_batch is not None and self._aged_batch.finished:
+            self._aged_batch, self._batch_since = None, step
+        if self._aged_batch is None and self._batch_since <= limit:
+            self._aged_batch = self._batch.pop(limit)
+            if self._aged_batch is not None:
+                yield self._aged_batch
+
+
+class _Watched:
+    """Requests by age. Entries of requests that decode, are aged or have ended are dropped when they reach the top."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._ties = itertools.count()
+        self._prune_at = 1024
+
+    def push(self, request: Request) -> None:
+        if len(self._heap) >= self._prune_at:
+            self._heap = [entry for entry in self._heap if _may_age(entry[3])]
+            heapq.heapify(self._heap)
+            self._prune_at = 2 * len(self._heap) + 1024
+        heapq.heappush(self._heap, (*age_of(request), next(self._ties), request))
+
+    def pop(self, limit: int) -> Request | None:
+        """Remove and return the oldest request that was queued at step `limit` or before; None if there is none."""
+        while self._heap and self._heap[0][0] <= limit:
+            request = heapq.heappop(self._heap)[3]
+            if _may_age(request):
+                return request
+        return None
+
+
+def _may_age(request: Request) -> bool:
+    """Return whether the request waits or computes its prompt."""
+    if request.aged or request.status is RequestStatus.FINISHED:
+        return False
+    return request.status is not RequestStatus.RUNNING or request.num_computed_tokens < request.num_prefill_tokens
+
 
 WINDOW = 128  # requests of a class that are sorted against each other; sorting thousands costs more than it gains
 MAX_AGED_TRIED = 64  # aged requests whose priority counts for the best one
@@ -187,3 +261,19 @@ def _by_tenant(requests: Iterable[Request]) -> dict[str, list[Request]]:
     for request in requests:
         found.setdefault(tenant_of(request).name, []).append(request)
     return found
+
+
+class WaitReason(enum.StrEnum):
+    """What a request that has no slot waits for. The value is what operators read."""
+
+    GRAMMAR = "its grammar is being compiled"
+    ISOLATION = "requests are tried one by one to find the one that makes the device fail"
+    ONLINE_FIRST = "it is a batch request, and online requests run first"
+    SHARED_PREFIX = "another request computes the prefix that it shares"
+    LOADING = "its pages are being loaded from the memory of the host"
+    LAST_STEP = "the step that it ran in before it was preempted is not read yet"
+    SLOT = "a free slot (scheduler.max_num_seqs)"
+    KEY_LIMIT = "other requests of its API key to end (max_running of the key)"
+    PAGES = "free KV pages (cache.num_pages)"
+    ROOM_BEFORE = "its turn: a request before it in the queue waits for room"
+    TOKENS = "its turn: prompts before it take the tokens of a step (scheduler.max_num_batched_tokens)"
