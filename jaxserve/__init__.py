@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Completion
     from jaxserve.library.in_process import Engine
     from jaxserve.library.serving import launch_server
-    from jaxserve.text.output.sequence_text import RequestOutput
+    from jaxserve.text.detokenizer import RequestOutput
     from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
 __all__ = [
@@ -33,7 +33,7 @@ _HOMES = {
     "Config": "jaxserve.config",
     "Engine": "jaxserve.library.in_process",
     "GrammarSpec": "jaxserve.types.step",
-    "RequestOutput": "jaxserve.text.output.sequence_text",
+    "RequestOutput": "jaxserve.text.detokenizer",
     "SamplingParams": "jaxserve.types.step",
     "launch_server": "jaxserve.library.serving",
 }

@@ -47,7 +47,7 @@ from jaxserve.text import tools
 tools.__path__.append(sys.argv[1])
 
 from jaxserve.grammar.tools import CallModel, GrammarTool, tool_grammar
-from jaxserve.text.output.output_parser import choose_parsers
+from jaxserve.text.output_parser import choose_parsers
 from tests.text.whole_outputs import parse_whole
 
 choice = choose_parsers("{{ messages }} Write <call> before each call.")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.json_cost import SMALL_BYTES, JsonLimits, may_have_large_exponent, over_limit
+from jaxserve.text.json_cost import SMALL_BYTES, JsonLimits, may_have_large_exponent, over_limit
 
 PADDING = b" " * SMALL_BYTES
 TEXTS = st.text(alphabet='a"\\{}[]:,\n é\u2028' + "1" * 3, max_size=12)

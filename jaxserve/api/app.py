@@ -56,7 +56,7 @@ from jaxserve.store import Store
 from jaxserve.telemetry.engine_collector import EngineReading
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import make_tracing
-from jaxserve.text.output.output_parser import choose_parsers
+from jaxserve.text.output_parser import choose_parsers
 from jaxserve.types.messages import EngineStats
 from jaxserve.version import __version__
 

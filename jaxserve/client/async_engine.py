@@ -32,7 +32,7 @@ from jaxserve.client.sequences.outbox import Outbox
 from jaxserve.client.sequences.sequence_table import LiveSequence, SequenceTable
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, NotReadyError, ServerError
-from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, make_stops
+from jaxserve.text.detokenizer import RequestOutput, SequenceText, make_stops
 from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import (

@@ -27,7 +27,7 @@ from jaxserve.engine.core.serving_state import Mode
 from jaxserve.engine.factory import build_engine
 from jaxserve.engine.turns import Turns
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ServerError
-from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
+from jaxserve.text.detokenizer import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located

@@ -12,8 +12,8 @@ from jaxserve.config import ModelSection
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.pooling import LOGIT_SCORE, sentence_modules
+from jaxserve.text.chat_template import template_sources
 from jaxserve.text.pairs import has_pair_roles
-from jaxserve.text.template.template_sources import template_sources
 from jaxserve.text.tokenizer import Tokenizer
 
 WORDS = ("no", "yes")  # of a template that names no others

@@ -39,7 +39,7 @@ from jaxserve.errors import InvalidValueError
 from jaxserve.library.loop_thread import LoopThread
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import make_tracing
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo, EngineStats, WaitingRequest
 from jaxserve.types.sampling import SamplingParams

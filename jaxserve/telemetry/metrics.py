@@ -18,7 +18,7 @@ from jaxserve.errors import HTTPError, QueueFullError
 from jaxserve.telemetry.engine_collector import EngineCollector, EngineReading
 from jaxserve.telemetry.merging import Families, FamilyCollector, merge_families, read_families
 from jaxserve.telemetry.names import all_names, histograms, text_of
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -3,6 +3,12 @@
 Where every token has its own bytes (byte-level and byte-fallback vocabularies: all models of today) the bytes go
 through an incremental UTF-8 decoder, which is linear also for endless invalid bytes. Other decoders (WordPiece, CTC)
 need the neighbours of a token; they go through the tokenizers library's DecodeStream.
+
+From a sequence's tokens to its text: the state of one sequence on the API side of the engine.
+
+Owns the incremental detokenizer and the stop strings of one sequence. Knows no HTTP and no scheduler.
+
+    TokenOutput (engine) -> SequenceText.push -> RequestOutput (text delta, tokens, finish) -> api or research code
 """
 
 from __future__ import annotations
@@ -11,9 +17,17 @@ import codecs
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
+import msgspec
 from tokenizers.decoders import DecodeStream
 
+from jaxserve.errors import HTTPError, InvalidValueError, RequestTimeoutError, ServerError
+from jaxserve.text.events import ContentDelta, ReasoningDelta
+from jaxserve.text.output_parser import HarmonyThoughts, ThinkingLimit, ThinkParser, think_tags
+from jaxserve.text.stop import StopChecker, StopPatterns, Stops
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.extras import TokenExtras
+from jaxserve.types.sampling import SamplingParams, ThinkingBudget, ThinkingForm
+from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 
 # a UTF-8 character has at most 4 bytes, so 4 tokens of context finish any character the prompt began
 TAIL_TOKENS = 4
@@ -107,3 +121,222 @@ class StreamDetokenizer:
         except Exception:  # the library's, bare: the text before changed with the token after it
             self._stream = DecodeStream(ids=[token_id], skip_special_tokens=self._skip)
             return self._backend.decode([token_id], skip_special_tokens=self._skip)
+
+
+class RequestOutput(msgspec.Struct):
+    """What one choice of a request gained since the last output. Deltas, but for the counts."""
+
+    request_id: str
+    index: int  # the choice: 0 .. n-1
+    text: str = ""
+    token_ids: list[int] = []  # a Struct copies its default
+    logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once
+    extras: TokenExtras | None = None  # of the tokens, if the request asks for some
+    finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None  # the token id or the string that ended it
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    queue_seconds: float = 0.0  # from arrival to admission; with the first token
+    prefill_seconds: float = 0.0  # from admission to the first token; with it
+    num_preemptions: int = 0  # with finish_reason
+    num_accepted_drafts: int = 0  # as in TokenOutput
+    num_rejected_drafts: int = 0
+    embedding: bytes | None = None  # float32, little endian; once, of a request that asked for it
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made it; empty: no weights made any of it
+    weights: int = 0  # as in TokenOutput
+    error: HTTPError | None = None  # why it failed, with finish_reason error; AsyncEngine raises it instead
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def held_bytes(self) -> int:
+        """Return the approximate size in memory, in bytes."""
+        size = 500 + len(self.text) + 36 * len(self.token_ids)
+        if self.logprobs:
+            entry = self.logprobs[-1]
+            size += len(self.logprobs) * (300 + 60 * len(entry.top_ids) + 32 * len(entry.watched))
+        return size if self.extras is None else size + self.extras.held_bytes()
+
+
+def make_stops(params: SamplingParams) -> Stops | None:
+    """Return the stops of a request, to be shared by its choices; None if it has none. Raises InvalidValueError."""
+    if not (params.stop or params.stop_regex):
+        return None
+    return Stops(params.stop, StopPatterns(params.stop_regex))
+
+
+class SequenceText:
+    """Turns one sequence's tokens into text, and finds its stop strings.
+
+    stops: those of `make_stops`, if the choices of a request share them; by default they are made here.
+    thinks_too_long: the reasoning exceeds its budget. Call `end_thinking`, and drop what the engine sends for this
+      sequence afterwards.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        stops: Stops | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.finished = False
+        self.output_token_ids: list[int] = []
+        self.stopped_by_text = False  # the engine still runs the sequence and must be told to end it
+        self._params = params
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._num_cached_tokens = 0
+        self._detokenizer = make_detokenizer(
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            visible_token_ids=params.visible_token_ids,
+        )
+        stops = stops or make_stops(params)
+        self._stops = StopChecker(stops, include=params.include_stop_str_in_output) if stops else None
+        self._thoughts = None if params.stops_after is None or stops is None else _thoughts(params.stops_after)
+        self._thinking = None if params.thinking is None else _limit(params.thinking)
+        self.thinks_too_long = self._thinking is not None and self._thinking.exceeded
+
+    def end_thinking(self) -> RequestOutput:
+        """Take the tokens that end the thinking, as if the model had chosen them. Nothing predicted them."""
+        budget, max_tokens = self._params.thinking, self._params.max_tokens
+        assert budget is not None
+        self._thinking, self.thinks_too_long = None, False
+        room = len(budget.end_token_ids) if max_tokens is None else max_tokens - len(self.output_token_ids)
+        token_ids = list(budget.end_token_ids[:room])
+        last = max_tokens is not None and room <= len(token_ids)
+        result = self.push(
+            TokenOutput(request_id="", token_ids=token_ids, finish_reason=FinishReason.LENGTH if last else None)
+        )
+        result.weight_versions = ()
+        return result
+
+    def fail(self, error: HTTPError) -> RequestOutput:
+        """Return the last output of a sequence that failed."""
+        self.finished = True
+        return RequestOutput(
+            self.request_id,
+            self.index,
+            finish_reason=FinishReason.ERROR,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=len(self.output_token_ids),
+            error=error,
+        )
+
+    def push(self, output: TokenOutput) -> RequestOutput:
+        """Return the next tokens of the sequence. After a stop string, or too long a thinking, the rest is dropped."""
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        result = RequestOutput(
+            self.request_id,
+            self.index,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            extras=output.extras,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            queue_seconds=output.queue_seconds,
+            prefill_seconds=output.first_token_seconds - output.queue_seconds,
+            num_preemptions=output.num_preemptions,
+            num_accepted_drafts=output.num_accepted_drafts,
+            num_rejected_drafts=output.num_rejected_drafts,
+            embedding=output.embedding,
+            weight_versions=(output.weight_versions or (FIRST_VERSION,)) if output.is_made else (),
+            weights=output.weights,
+        )
+        used, matched = self._take_text(output, result)
+        result.token_ids = output.token_ids[:used]
+        if used < len(output.token_ids):
+            result.num_accepted_drafts = min(used, output.num_accepted_drafts)
+            result.logprobs = None if result.logprobs is None else result.logprobs[:used]
+            result.extras = None if result.extras is None else result.extras.first(used, len(output.token_ids))
+        self.output_token_ids += result.token_ids
+        result.num_output_tokens = len(self.output_token_ids)
+        if matched is not None:
+            self.stopped_by_text = output.finish_reason is None
+            result.finish_reason, result.matched_stop = FinishReason.STOP, matched
+        elif output.finish_reason is not None and used == len(output.token_ids):
+            result.finish_reason, result.matched_stop = output.finish_reason, output.stop_token_id
+        self.finished = result.finish_reason is not None
+        if self._thinking is not None:
+            self.thinks_too_long = self._thinking.exceeded and not self.finished
+        return result
+
+    def _take_text(self, output: TokenOutput, result: RequestOutput) -> tuple[int, str | None]:
+        """Add the text of the tokens to `result`; (tokens used, stop string found)."""
+        shown = output.token_ids
+        if output.stop_token_id is not None and not self._params.include_stop_str_in_output:
+            shown = shown[:-1]
+        if self._stops is None and self._thinking is None:
+            result.text = self._detokenizer.push(shown) if shown else ""
+            if output.finish_reason is not None:
+                result.text += self._detokenizer.flush()
+            return len(output.token_ids), None
+        for used, token_id in enumerate(shown, 1):
+            matched = self._take_token(token_id, len(self.output_token_ids) + used, result)
+            if matched is not None:
+                return used, matched
+            if self._thinking is not None and self._thinking.exceeded and used < len(output.token_ids):
+                return used, None
+        if output.finish_reason is None:
+            return len(output.token_ids), None
+        text, matched = self._checked(self._detokenizer.flush(), last=True)
+        result.text += text
+        if matched is None and self._stops is not None:
+            result.text += self._stops.flush()
+        return len(output.token_ids), matched
+
+    def _take_token(self, token_id: int, number: int, result: RequestOutput) -> str | None:
+        """Add the text of one token, the `number`th of the output, to `result`; the stop string found."""
+        delta = self._detokenizer.push([token_id])
+        if self._thinking is not None:
+            self._thinking.add(delta)
+        text, matched = self._checked(delta, early=number <= self._params.min_tokens)
+        result.text += text
+        return matched
+
+    def _checked(self, text: str, *, early: bool = False, last: bool = False) -> tuple[str, str | None]:
+        """Return the text that may be sent, and the stop string found. No stop counts within reasoning.
+
+        early: no stop counts yet (min_tokens). last: the output ends here
+        """
+        if self._stops is None:
+            return text, None
+        if self._thoughts is None:
+            return self._stops.push(text, ignore=early)
+        sent = ""
+        for event in self._thoughts.feed(text) + (self._thoughts.finish() if last else []):
+            assert isinstance(event, ContentDelta | ReasoningDelta)
+            text, matched = self._stops.push(event.text, ignore=early or isinstance(event, ReasoningDelta))
+            sent += text
+            if matched is not None:
+                return sent, matched
+        return sent, None
+
+
+def error_of(output: TokenOutput) -> HTTPError:
+    """Return the exception that a failed output means."""
+    message = output.error or "the request failed"
+    if 400 <= output.error_status < 500:
+        return InvalidValueError(message, param=output.error_param)
+    return RequestTimeoutError(message) if output.error_status == 504 else ServerError(message)
+
+
+def _limit(budget: ThinkingBudget) -> ThinkingLimit:
+    tags = think_tags(budget.family, budget.calls)
+    assert tags is not None
+    return ThinkingLimit(tags, budget.tokens, inside=budget.inside, tools=budget.tools)
+
+
+def _thoughts(form: ThinkingForm) -> ThinkParser | HarmonyThoughts:
+    """Return what divides an output of this form into reasoning and answer, and keeps all of its text."""
+    tags = think_tags(form.family, form.calls)
+    return HarmonyThoughts() if tags is None else ThinkParser(tags, inside=form.inside, keep=True, tools=form.tools)

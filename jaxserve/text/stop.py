@@ -4,14 +4,131 @@ The output ends at the first character that completes a stop, however the text i
 it is decided and is cut off the output; where several end at one character, the longest counts. The text that a
 pattern matches stays in the output, as in SGLang. Strings are found together by one automaton (Aho and Corasick,
 "Efficient string matching", 1975), about 0.2 us a character however many there are.
+
+Stop patterns: regular expressions that RE2 searches for in a text that grows.
+
+RE2 takes time linear in the text and bounded memory whatever the pattern, so a request cannot hold up the others. The
+syntax is RE2's (https://github.com/google/re2/wiki/Syntax): that of Python's `re` without look-around and
+back-references. `^` matches at the beginning of the output and `$` at the end of the output so far.
+
+Check that a tokenizer's regular expression is fast on every text, as far as its form shows.
+
+The tokenizers library backtracks: a repeat inside a repeat takes time that doubles with each character, and blocks the
+event loop. Published patterns have at most two repeats in a row and none inside another.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from jaxserve.text.patterns import PatternSearch, StopPatterns
+import re2
+
+from jaxserve.errors import InvalidValueError
+
+MAX_PATTERNS = 32
+MAX_PATTERN_CHARS = 256
+LOOK_BACK = 256  # bytes before the newest text in which a match may begin; it bounds the cost of a search
+# Instructions of RE2's program for all patterns, times the choices of the request. An expression for which RE2 cannot
+# reuse its states takes up to 6 ns per instruction and byte: with this limit and LOOK_BACK bytes 13 ms a step for the
+# whole request. Most expressions take 4 us a token.
+MAX_INSTRUCTIONS = 8192
+# Bytes that RE2 may hold for one expression: its program and its cache of automaton states. Without room for the
+# states it is slower, still in linear time. A program of 1,000 character classes takes about 100 kB.
+PATTERN_MEMORY = 2**20
+
+
+class StopPatterns:
+    """The patterns of one request, compiled. Any number of searches may share them.
+
+    num_choices: outputs that are searched.
+    Raises InvalidValueError naming `param`: a mistake in the syntax, a feature that RE2 lacks, a pattern that matches
+    the empty text, more than MAX_PATTERNS, MAX_PATTERN_CHARS or MAX_INSTRUCTIONS.
+    """
+
+    def __init__(self, sources: Sequence[str], *, num_choices: int = 1, param: str = "stop_regex") -> None:
+        if len(sources) > MAX_PATTERNS:
+            raise InvalidValueError(f"at most {MAX_PATTERNS} patterns", param=param)
+        self._single = [(source, _compile(source, param)) for source in sources]
+        # One search answers for all patterns whether there is a match.
+        alternatives = "|".join(f"(?:{source})" for source in sources)
+        self._any = _expression(alternatives, PATTERN_MEMORY * (1 + len(sources))) if sources else None
+        if self._any is not None and self._any.programsize * num_choices > MAX_INSTRUCTIONS:
+            raise InvalidValueError(
+                f"the patterns are {self._any.programsize} instructions long; with {num_choices} choices they may be "
+                f"{MAX_INSTRUCTIONS // num_choices}",
+                param=param,
+            )
+
+    def __bool__(self) -> bool:
+        return self._any is not None
+
+    def first_end(self, text: bytes, least: int, *, cut: bool) -> tuple[int, str] | None:
+        """Return the earliest place where a match ends, not before `least`, and the pattern that matches there.
+
+        text: UTF-8. cut: the first byte of the text is context only, since the output began before it.
+        """
+        start = int(cut)
+        if self._any is None or self._any.search(text, start) is None:
+            return None
+        for end in range(least, len(text) + 1):
+            if self._any.search(text, start, end) is not None:
+                return end, next(source for source, one in self._single if one.search(text, start, end) is not None)
+        return None
+
+
+class PatternSearch:
+    """Looks for a request's patterns in one output."""
+
+    def __init__(self, patterns: StopPatterns) -> None:
+        self._patterns = patterns
+        self._tail = b""  # the newest text that was searched without a match
+        self._cut = False  # the output began before the tail
+
+    def push(self, delta: str) -> tuple[int, str] | None:
+        """Take new text; the number of its characters up to the end of the first match, and the matching pattern."""
+        if not self._patterns:
+            return None
+        text = self._tail + delta.encode("utf-8", "replace")
+        found = self._patterns.first_end(text, len(self._tail), cut=self._cut)
+        if found is not None:
+            end, source = found
+            return len(text[len(self._tail) : end].decode("utf-8", "ignore")), source
+        self._keep(text)
+        return None
+
+    def skip(self, delta: str) -> None:
+        """Take new text in which no match may begin."""
+        self._tail, self._cut = delta.encode("utf-8", "replace")[-1:], True
+
+    def _keep(self, text: bytes) -> None:
+        """Remember the end of the text, and one byte before it as the context of its beginning."""
+        self._cut = self._cut or len(text) > LOOK_BACK
+        self._tail = text[-LOOK_BACK - 1 :] if self._cut else text
+
+
+def _compile(source: str, param: str) -> Any:
+    if not source or len(source) > MAX_PATTERN_CHARS:
+        raise InvalidValueError(f"a pattern has 1 to {MAX_PATTERN_CHARS} characters", param=param)
+    try:
+        pattern = _expression(source, PATTERN_MEMORY)
+    except re2.error as error:
+        reason = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
+        raise InvalidValueError(f"pattern {source!r}: {reason}", param=param) from None
+    if pattern.search(b"") is not None:
+        raise InvalidValueError(f"pattern {source!r} matches the empty text", param=param)
+    return pattern
+
+
+def _expression(source: str, memory: int) -> Any:
+    options = re2.Options()
+    options.max_mem = memory
+    options.log_errors = False
+    options.never_capture = True
+    return re2.compile(source, options)
 
 
 class Stops:
@@ -126,3 +243,117 @@ class _Automaton:
         while state and char not in self._goto[state]:
             state = self._fail[state]
         return self._goto[state].get(char, 0)
+
+
+MAX_REPEATS = 2  # in a row: the time then grows as the square of a text's length at most
+MANY = 64  # a repeat of up to so many times counts as one without end
+MAX_PATTERN = 4096  # characters; the longest published one has 300
+MAX_NESTED_GROUPS = 20
+
+_PREFIX = re.compile(r"\?(?:[:=!>|]|<[=!]|<\w+>|P<\w+>|[a-z-]*:)?")
+_ESCAPE = re.compile(r"\\(?:[pPxu]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[?+]?")
+_COMMENT = re.compile(r"\?[a-z-]+\)")  # (?i): switches for what follows
+
+
+@dataclass
+class _Branches:
+    """An alternation: the number of its branches, and the largest number of repeats in one of them."""
+
+    repeats: int = 0
+    branches: int = 1
+    required_behind: bool = False  # something that must match follows the last repeat
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError with the reason if a pattern may take very long."""
+    if len(pattern) > MAX_PATTERN:
+        raise ValueError(f"it has more than {MAX_PATTERN} characters")
+    position, _ = _alternation(pattern, 0, 0)
+    if position < len(pattern):
+        raise ValueError("its parentheses do not match")
+
+
+def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
+    """Read up to the closing parenthesis or the end. Returns the position there and what was read."""
+    if depth > MAX_NESTED_GROUPS:
+        raise ValueError("it is nested too deep")
+    whole, branch = _Branches(), _Branches()
+    while position < len(pattern) and pattern[position] != ")":
+        if pattern[position] == "|":
+            whole.repeats, branch = max(whole.repeats, branch.repeats), _Branches()
+            whole.branches += 1
+            position += 1
+            continue
+        # nothing behind a look-ahead goes back into it, so one at the beginning is as a pattern of its own
+        alone = depth == 0 and not branch.repeats and pattern.startswith(("(?!", "(?="), position)
+        position, inner = _atom(pattern, position, depth)
+        inner = _Branches() if alone else inner
+        match = _QUANTIFIER.match(pattern, position)
+        least, endless = _bounds(match) if match else (1, False)
+        position = match.end() if match else position
+        _add(branch, inner, least, endless)
+    whole.repeats = max(whole.repeats, branch.repeats)
+    return position, whole
+
+
+def _add(branch: _Branches, inner: _Branches, least: int, endless: bool) -> None:
+    if endless and (inner.repeats or inner.branches > 1):
+        raise ValueError("it repeats a group that has a repeat or a choice in it")
+    if inner.repeats or endless:
+        branch.repeats += inner.repeats + endless
+        branch.required_behind = False
+    elif least and branch.repeats and not branch.required_behind:
+        branch.required_behind = True
+        branch.repeats += 1  # what follows may fail after each length of the repeat before
+    if branch.repeats > MAX_REPEATS:
+        raise ValueError(f"more than {MAX_REPEATS} repeats stand in a row, or text that must match behind them")
+
+
+def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
+    """Read one character, class, escape or group. Returns the position behind it and its repeats."""
+    match pattern[position]:
+        case "\\":
+            found = _ESCAPE.match(pattern, position)
+            if found is None or found[0][1] in "123456789kg":
+                raise ValueError("it refers back to a group")
+            return found.end(), _Branches()
+        case "[":
+            return _class_end(pattern, position), _Branches()
+        case "(":
+            switches = _COMMENT.match(pattern, position + 1)
+            if switches is not None:
+                return switches.end(), _Branches()
+            prefix = _PREFIX.match(pattern, position + 1)
+            position, inner = _alternation(pattern, prefix.end() if prefix else position + 1, depth + 1)
+            if position >= len(pattern):
+                raise ValueError("its parentheses do not match")
+            return position + 1, inner
+    return position + 1, _Branches()
+
+
+def _class_end(pattern: str, position: int) -> int:
+    """Return the position behind the class that begins here. Classes may contain classes."""
+    depth, start = 0, position
+    while position < len(pattern):
+        char = pattern[position]
+        if char == "\\":
+            position += 1
+        elif char == "[":
+            depth += 1
+        elif char == "]" and position > start + 1:
+            depth -= 1
+            if depth == 0:
+                return position + 1
+        position += 1
+    raise ValueError("a class in it has no end")
+
+
+def _bounds(match: re.Match[str]) -> tuple[int, bool]:
+    """Return the least count of a quantifier, and whether it repeats more than MANY times or without end."""
+    sign, low, comma, high = match.groups()
+    if sign:
+        return (1 if sign == "+" else 0), sign != "?"
+    least = int(low or 0)
+    most = int(high) if high else (least if not comma else MANY + 1)
+    return least, most > MANY

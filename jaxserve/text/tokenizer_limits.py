@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers.models import BPE
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.text.regex_guard import check_pattern
+from jaxserve.text.stop import check_pattern
 
 MAX_VOCABULARY = 2**22  # the largest published vocabulary has 262,144
 MAX_ADDED = 2**15  # tokens; published tokenizers have 6,500 at most, and ten times as many take seconds to look for

@@ -27,7 +27,7 @@ from jaxserve.api.shared.body_cost import (
     BodyLimits,
 )
 from jaxserve.config import Config, ServerSection
-from jaxserve.json_cost import MAX_DIGITS, SMALL_BYTES
+from jaxserve.text.json_cost import MAX_DIGITS, SMALL_BYTES
 from tests.waiting import wait_until
 
 from .conftest import LiveServer, reply_with

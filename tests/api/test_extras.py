@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.text.template.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate
 
 from .conftest import LiveServer, reply_with
 from .fakes import experts_of, logprobs_of, mask_of, vector_of

@@ -17,7 +17,7 @@ from jaxserve.api.generate.modes import _beam_output
 from jaxserve.api.generate.repetition import Repetitions
 from jaxserve.api.tasks.task import RepetitionRule
 from jaxserve.config import Config
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput

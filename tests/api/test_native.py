@@ -13,7 +13,7 @@ from jaxserve.api.respond.native_choice import NativeChoice
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks import native
 from jaxserve.api.tasks.native import NativeOptions
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 

@@ -21,9 +21,8 @@ from jaxserve.api.respond.native_choice import NativeChoice
 from jaxserve.api.shared.sessions import Session, SessionTurn
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions
-from jaxserve.text.output.output_parser import ParserChoice
-from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
+from jaxserve.text.detokenizer import RequestOutput
+from jaxserve.text.output_parser import REASONING_FAMILIES, ParserChoice, ThinkingLimit
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 from jaxserve.types.extras import TokenExtras

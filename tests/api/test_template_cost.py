@@ -12,7 +12,7 @@ import pytest
 from jaxserve.api.batch.route_handler import RouteHandler
 from jaxserve.api.routes.chat import create_chat_completion
 from jaxserve.config import Config
-from jaxserve.text.template.renderer import LONG_BYTES, Renderer
+from jaxserve.text.renderer import LONG_BYTES, Renderer
 from jaxserve.text.tokenizer import Tokenizer
 from tests.waiting import with_quick_collections
 

@@ -27,7 +27,7 @@ HANDLERS = (
     ("/jaxserve/engine/child.py", "receive"),
     ("/jaxserve/grammar/worker.py", "run"),
     ("/jaxserve/grammar/matcher.py", "__call__"),
-    ("/jaxserve/text/template/chat_template.py", "render"),
+    ("/jaxserve/text/chat_template.py", "render"),
     ("/jaxserve/store/store.py", ""),
 )
 # where Python itself compiles or executes: a module that is imported late, the source line of a traceback (Jinja's, of
@@ -39,7 +39,7 @@ ALLOWED = (
     ("/inspect.py", "get_annotations"),
     ("/typing.py", ""),
     ("/jinja2/debug.py", "fake_traceback"),
-    ("/jaxserve/text/template/renderer.py", "load"),
+    ("/jaxserve/text/renderer.py", "load"),
 )
 
 

@@ -10,7 +10,7 @@ from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError, InvalidValueError, QueueFullError, ServerError
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
 from jaxserve.types.sampling import EngineRequest, SamplingParams

@@ -15,7 +15,7 @@ from jaxserve.client.sequences.outbox import Outbox
 from jaxserve.client.sequences.sequence_table import LiveSequence
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.transport import socket_directory
 from jaxserve.types.messages import Add, EngineStats, Outputs, decode_from_worker, encode
 from jaxserve.types.page_keys import PageEvents, page_keys

@@ -18,7 +18,7 @@ from jaxserve.client.relay_link import RelayLink, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import EngineDeadError, InvalidValueError, NotReadyError, QueueFullError
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.transport import child
 from jaxserve.transport.group import FrameStream

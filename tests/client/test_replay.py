@@ -11,7 +11,7 @@ import pytest
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.engine.server import BuiltEngine, Channel
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.messages import Located

@@ -19,7 +19,7 @@ from jaxserve.engine.server import BuiltEngine
 from jaxserve.engine.turns import interrupts_wait
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError, ServerError
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
+from jaxserve.text.detokenizer import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget

@@ -13,7 +13,7 @@ from jaxserve.engine.core.request_factory import RequestFactory
 from jaxserve.engine.server import MAX_REBUILDS, BuiltEngine, EngineServer
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.scheduler.waiting_queue import WaitReason
-from jaxserve.text.output.sequence_text import error_of
+from jaxserve.text.detokenizer import error_of
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.types.messages import (
     Abort,

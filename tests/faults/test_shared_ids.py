@@ -16,7 +16,7 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.processes.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.errors import NotReadyError, QueueFullError
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import FinishReason
 from tests.fakes import alone

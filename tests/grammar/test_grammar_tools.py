@@ -12,7 +12,7 @@ import pytest
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.tools import CallModel, GrammarTool, is_raw_input, no_call_grammar, tool_grammar
-from jaxserve.text.output.harmony import HarmonyParser
+from jaxserve.text.output_parser import HarmonyParser
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 from jaxserve.text.tools.registry import TOOL_FORMATS

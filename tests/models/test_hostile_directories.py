@@ -20,8 +20,8 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.pooling import read_pooling
-from jaxserve.text.regex_guard import check_pattern
-from jaxserve.text.template.renderer import Renderer
+from jaxserve.text.renderer import Renderer
+from jaxserve.text.stop import check_pattern
 from jaxserve.text.tokenizer import Tokenizer
 from tests.waiting import LAST_RESORT
 

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from jaxserve.text.events import ToolCallDelta, ToolCallStart
-from jaxserve.text.output.output_parser import ParserChoice
+from jaxserve.text.output_parser import ParserChoice
 from jaxserve.text.tools import ToolSet
 from jaxserve.text.tools.registry import TOOL_FORMATS
 from tests.text.whole_outputs import ParsedOutput

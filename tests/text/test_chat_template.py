@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError, InvalidValueError
-from jaxserve.text.template.chat_template import RESERVED, ChatTemplate
-from jaxserve.text.template.renderer import Renderer
-from jaxserve.text.template.sandbox import RenderBudget, TemplateEnvironment
-from jaxserve.text.template.template_worker import TemplateInput
+from jaxserve.text.chat_template import RESERVED, ChatTemplate
+from jaxserve.text.renderer import Renderer
+from jaxserve.text.sandbox import RenderBudget, TemplateEnvironment
+from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 
 # The published target cannot be Python's: Hammer prints a list, which looks different in JavaScript; SmolLM3 prints

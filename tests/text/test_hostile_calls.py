@@ -18,7 +18,7 @@ import pytest
 
 from jaxserve.text import tools as tools_package
 from jaxserve.text.events import OutputParser
-from jaxserve.text.output.output_parser import ParserChoice
+from jaxserve.text.output_parser import ParserChoice
 from jaxserve.text.tools.registry import TOOL_FORMATS
 from tests.text.hostile_calls import (
     FAMILIES,

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
-from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkParser
-from jaxserve.text.template.renderer import Renderer
-from jaxserve.text.template.template_worker import TemplateInput
+from jaxserve.text.output_parser import REASONING_FAMILIES, ParserChoice, ThinkParser, choose_parsers
+from jaxserve.text.renderer import Renderer
+from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 from tests.text.whole_outputs import ParsedOutput, parse_whole

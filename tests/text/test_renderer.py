@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError, InvalidValueError, ServerError
-from jaxserve.text.template import template_process
-from jaxserve.text.template.chat_template import ChatTemplate
-from jaxserve.text.template.plain_template import MAX_PLAIN_SECONDS, MAX_TEXT_CHARS
-from jaxserve.text.template.renderer import LONG_BYTES, Renderer
-from jaxserve.text.template.sandbox import RenderLimitError
-from jaxserve.text.template.template_process import TemplateProcess
-from jaxserve.text.template.template_worker import TemplateInput, TemplateSetup
+from jaxserve.text import template_process
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.plain_template import MAX_PLAIN_SECONDS, MAX_TEXT_CHARS
+from jaxserve.text.renderer import LONG_BYTES, Renderer
+from jaxserve.text.sandbox import RenderLimitError
+from jaxserve.text.template_process import TemplateProcess
+from jaxserve.text.template_worker import TemplateInput, TemplateSetup
 from jaxserve.text.tokenizer import Tokenizer
 from tests.waiting import LAST_RESORT
 

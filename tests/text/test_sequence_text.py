@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
+from jaxserve.text.detokenizer import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import SamplingParams, ThinkingForm
 from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidValueError
-from jaxserve.text.patterns import LOOK_BACK, MAX_INSTRUCTIONS, StopPatterns
-from jaxserve.text.stop import StopChecker, Stops
+from jaxserve.text.stop import LOOK_BACK, MAX_INSTRUCTIONS, StopChecker, StopPatterns, Stops
 
 
 def run(checker: StopChecker, deltas: list[str]) -> tuple[str, str | None]:

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from jaxserve.text.events import ToolCallDelta, merged
-from jaxserve.text.output.harmony import HarmonyParser
-from jaxserve.text.output.output_parser import ParserChoice
+from jaxserve.text.output_parser import HarmonyParser, ParserChoice
 from jaxserve.text.tools import ToolParser, ToolSet
 from jaxserve.text.tools.json_tags import HermesParser
 from jaxserve.text.tools.registry import TOOL_FORMATS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from jaxserve.api.generate.generation import Generate
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import FinishReason, TokenLogprobs, joined_versions
 

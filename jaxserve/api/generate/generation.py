@@ -23,7 +23,7 @@ from jaxserve.api.tasks.task import RequestOptions
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.sequences.outbox import Outbox
 from jaxserve.errors import ConflictError, HTTPError, InvalidValueError
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import SamplingParams

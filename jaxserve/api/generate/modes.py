@@ -19,7 +19,7 @@ from jaxserve.api.tasks.extras import check_no_extras
 from jaxserve.api.tasks.sampling import logit_changes
 from jaxserve.api.tasks.task import Mode, RepetitionRule
 from jaxserve.errors import InvalidValueError
-from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
+from jaxserve.text.detokenizer import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.step import FinishReason, TokenOutput
 

@@ -12,8 +12,8 @@ from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt
 from jaxserve.errors import InvalidValueError
-from jaxserve.text.shield import SHIELD
-from jaxserve.text.template.template_worker import TemplateInput
+from jaxserve.text.template_worker import TemplateInput
+from jaxserve.text.tokenizer import SHIELD
 
 _TAIL_TOKENS = 64  # enough characters to see whether a prompt ends inside the reasoning
 

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable
 
 from jaxserve.api.generate.generation import Usage
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import (
     ContentDelta,
     Event,
@@ -19,7 +20,6 @@ from jaxserve.text.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.step import FinishReason
 
 _SOUGHT = 64  # characters of an event by which its place in the output's text is found

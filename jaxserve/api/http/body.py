@@ -22,7 +22,7 @@ from jaxserve.api.protocol.common import Body, NestedObject
 from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
-from jaxserve.json_cost import may_be_beyond_a_float
+from jaxserve.text.json_cost import may_be_beyond_a_float
 
 B = TypeVar("B", bound=Body)
 

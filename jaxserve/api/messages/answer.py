@@ -15,8 +15,8 @@ from jaxserve.api.http.sse import named_event
 from jaxserve.api.messages.task import MessageOptions
 from jaxserve.api.respond.admission import admitted, next_output
 from jaxserve.api.respond.wire import is_object
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
-from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.step import FinishReason
 
 Json = dict[str, Any]

@@ -20,8 +20,8 @@ from jaxserve.api.generate.turn import Turn
 from jaxserve.api.ollama.task import OllamaOutput
 from jaxserve.api.respond.logprobs import chat_logprobs
 from jaxserve.api.respond.wire import is_object
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
-from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.step import FinishReason
 
 Json = dict[str, Any]

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from jaxserve.api.generate.generation import Outputs
 from jaxserve.api.http.sse import START_SECONDS
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 
 FirstOutput = asyncio.Future[RequestOutput | None]
 

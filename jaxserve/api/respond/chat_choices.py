@@ -18,8 +18,8 @@ from jaxserve.api.respond.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.api.respond.wire import finish_fields, is_object
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.chat import ChatOptions
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallStart
-from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.step import FinishReason, TokenLogprobs
 
 Chunk = dict[str, Any]

@@ -17,7 +17,7 @@ from jaxserve.api.respond.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxserve.api.respond.wire import finish_fields
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.completion import CompletionOptions
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.step import FinishReason, TokenLogprobs
 
 _ARRAYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.api.generate.generation import PromptTask
 from jaxserve.api.respond.extras import Candidates, RoutedExperts
 from jaxserve.api.tasks.task import ExtraFields
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.step import FIRST_VERSION, joined_versions
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.api.respond.growing_json import GrowingArray
 from jaxserve.api.respond.logprobs import floor
 from jaxserve.api.tasks.extras import SamplingMode
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.extras import SamplingMask, TokenExtras
 
 

@@ -15,7 +15,7 @@ from jaxserve.api.respond.growing_json import GrowingArray, GrowingText
 from jaxserve.api.respond.native_logprobs import NativeLogprobs
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.step import FIRST_VERSION, FinishReason, joined_versions
 
 

@@ -9,7 +9,7 @@ from jaxserve.api.respond.growing_json import GrowingArray
 from jaxserve.api.respond.logprobs import floor
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.step import TokenLogprobs
 
 Entries = Sequence[TokenLogprobs | None]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from jaxserve.api.generate.generation import Usage
 from jaxserve.api.tasks.task import OutputOptions
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 
 
 def json_response(content: Any, status: int = 200) -> Response:

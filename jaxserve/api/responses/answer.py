@@ -18,8 +18,8 @@ from jaxserve.api.respond.logprobs import chat_logprobs
 from jaxserve.api.responses.output_items import CALL_KINDS, ITEM_KINDS, ItemWriter
 from jaxserve.api.responses.task import ResponseOptions
 from jaxserve.errors import ContextLengthError, HTTPError, QueueFullError, RequestError
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
-from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.step import FinishReason, TokenLogprobs
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import ServerSection
 from jaxserve.errors import PayloadTooLargeError, QueueFullError
-from jaxserve.json_cost import JsonLimits, most_structures, over_limit
+from jaxserve.text.json_cost import JsonLimits, most_structures, over_limit
 
 MIN_BODY_BYTES = 8 * 2**20  # the least that max_body_bytes: auto gives: 2,000 short texts for embeddings
 MAX_BODY_BYTES = 64 * 2**20  # the most that it gives; also the limit of a batch request

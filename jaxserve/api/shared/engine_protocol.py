@@ -11,7 +11,7 @@ from typing import Any, Protocol, Unpack
 from jaxserve.client.generate_options import GenerateOptions
 from jaxserve.client.replicas.replica import ReplicaState
 from jaxserve.config import Config
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo, EngineStats, WaitingRequest
 from jaxserve.types.sampling import SamplingParams

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxserve.api.shared.state import ServerState
 from jaxserve.errors import ConfigError, InvalidValueError
-from jaxserve.text.template.renderer import Renderer
-from jaxserve.text.template.template_worker import TemplateInput
+from jaxserve.text.renderer import Renderer
+from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

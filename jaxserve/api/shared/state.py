@@ -31,10 +31,10 @@ from jaxserve.errors import HTTPError, InvalidValueError, ModelNotFoundError, No
 from jaxserve.store import Store
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
-from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
+from jaxserve.text.output_parser import ParserChoice, choose_parsers
 from jaxserve.text.pairs import PairEncoder
-from jaxserve.text.template.renderer import LONG_BYTES, Renderer
-from jaxserve.text.template.template_worker import TemplateInput
+from jaxserve.text.renderer import LONG_BYTES, Renderer
+from jaxserve.text.template_worker import TemplateInput
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.extras import mark, route, show_hidden, tell_candidates, watch
 from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidValueError
-from jaxserve.text.patterns import StopPatterns
+from jaxserve.text.stop import StopPatterns
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import SamplingParams

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from jaxserve.errors import HTTPError
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.detokenizer import RequestOutput
 
 MAX_AT_ONCE = 32  # outputs read in a row; with 20 log-probabilities each takes 0.1 ms to write
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jaxserve.errors import HTTPError, ServerError
-from jaxserve.text.output.sequence_text import error_of
+from jaxserve.text.detokenizer import error_of
 from jaxserve.types.sampling import EngineRequest, Prefilled
 from jaxserve.types.step import TokenOutput
 

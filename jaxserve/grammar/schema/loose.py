@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from jaxserve.grammar.schema.parts import BY_NAME, with_parts
-from jaxserve.text.tools.schema_types import MAX_JOIN_DEPTH, pointed
+from jaxserve.text.tools.base import MAX_JOIN_DEPTH, pointed
 
 _MAX_NUMBER = 2**53
 _UNREADABLE = re.compile(r"\(\?(?:<?[=!]|>|P=)|\\[0-9bBGkZ]")  # looks around or back, or is another syntax than Rust's

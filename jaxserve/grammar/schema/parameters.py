@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.schema.parts import moved
-from jaxserve.text.tools.schema_types import schema_types
+from jaxserve.text.tools.base import schema_types
 
 _WHOLE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas"})
 _WHOLE |= {"dependencies", "patternProperties", "minProperties", "maxProperties", "propertyNames"}

@@ -17,9 +17,8 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading, json_rest
-from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.base import ToolParser, as_json, is_of, is_value
 from jaxserve.text.tools.format import CallFormat, TaggedCall, ToolFormat
-from jaxserve.text.tools.schema_types import as_json, is_of, is_value
 
 _MAX_KEY = 256
 _NOT_IN_KEYS = ("<", "\n")

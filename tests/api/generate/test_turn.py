@@ -4,9 +4,9 @@ import pytest
 
 from jaxserve.api.generate.generation import Usage
 from jaxserve.api.generate.turn import RawInputParser, Turn
+from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
-from jaxserve.text.output.output_parser import ParserChoice
-from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.output_parser import ParserChoice
 from jaxserve.types.step import FinishReason
 
 FIRST: list[Event] = [ToolCallStart(0, "a", "f"), ToolCallDelta(0, "{}"), ToolCallEnd(0)]

@@ -18,7 +18,7 @@ from jaxserve.models.hf_keys import Json, shown
 from jaxserve.models.loading.file_formats.gguf_model import published_config
 from jaxserve.models.stored_form import ModuleNames, StoredForm, linear_pattern
 from jaxserve.ops.quantized import BLOCK
-from jaxserve.text.regex_guard import check_pattern
+from jaxserve.text.stop import check_pattern
 
 _INTEGER_FORMATS = ("int-quantized", "pack-quantized")
 _FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense")

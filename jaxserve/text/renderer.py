@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from jaxserve.text.shield import Shield
-from jaxserve.text.template.chat_template import ChatTemplate
-from jaxserve.text.template.sandbox import RenderLimitError
-from jaxserve.text.template.template_process import CPU_SECONDS, MEMORY_BYTES, TemplateProcess
-from jaxserve.text.template.template_sources import template_sources
-from jaxserve.text.template.template_worker import TemplateInput, TemplateSetup, render
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.chat_template import ChatTemplate, template_sources
+from jaxserve.text.sandbox import RenderLimitError
+from jaxserve.text.template_process import CPU_SECONDS, MEMORY_BYTES, TemplateProcess
+from jaxserve.text.template_worker import TemplateInput, TemplateSetup, render
+from jaxserve.text.tokenizer import Shield, Tokenizer
 
 LONG_BYTES = 64 * 1024  # of a body; to render so much takes a worker 40 ms
 

@@ -19,7 +19,7 @@ import time
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidValueError, ServerError
-from jaxserve.text.template.template_worker import Rendered, TemplateInput, TemplateSetup
+from jaxserve.text.template_worker import Rendered, TemplateInput, TemplateSetup
 from jaxserve.transport.child import HEAD_BYTES, child_environment, frame_size, framed, python_command
 
 CPU_SECONDS = 3.0  # of a render, with what is around it; the render's own limit is 1 s. To compile 256 KiB takes 2 s.
@@ -135,7 +135,7 @@ class TemplateProcess:
 def _started() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            python_command("jaxserve.text.template.template_worker"),
+            python_command("jaxserve.text.template_worker"),
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -20,7 +20,7 @@ from jinja2.filters import sync_do_rejectattr, sync_do_selectattr
 from jinja2.runtime import Context, Macro
 from jinja2.utils import Namespace
 
-from jaxserve.text.template.sandbox import (
+from jaxserve.text.sandbox import (
     RenderBudget,
     RenderLimitError,
     Rewriter,

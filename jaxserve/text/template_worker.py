@@ -1,4 +1,4 @@
-"""The process in which any chat template may be rendered: `python -m jaxserve.text.template.template_worker`.
+"""The process in which any chat template may be rendered: `python -m jaxserve.text.template_worker`.
 
 It reads frames from stdin and writes one to stdout for each. The first is a TemplateSetup, answered once the template
 is compiled; each further one is a TemplateInput. The kernel limits each of them: if one needs too much memory, the
@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.text.shield import Shield
-from jaxserve.text.template.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Shield
 from jaxserve.transport.child import framed, limit_memory, read_frame, take_pipes, write
 
 

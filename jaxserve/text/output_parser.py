@@ -1,0 +1,742 @@
+"""Which parsers read a model's output, and the parsers of reasoning: chosen at the start, made for each output.
+
+choice = choose_parsers(template_source, tool="auto", reasoning="auto")           # at the start
+parser = choice.make(tools=ToolSet(...), prompt=rendered_prompt)                   # one an output
+events = parser.feed(delta) ... parser.finish()
+
+Reasoning stands between two tags before the answer: DeepSeek R1, Qwen3, GLM, Kimi K2, Mistral, Granite and similar
+models. gpt-oss's harmony format is one stream of messages on channels:
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    <|message|>{"x": 1}<|call|>            or            <|start|>assistant<|channel|>final<|message|>...<|return|>
+
+analysis is reasoning, final and commentary without a recipient are content, to=functions.NAME is a call. Messages to
+tools that the model has built in (browser, python) belong to its reasoning. gpt-oss also writes to=NAME: a call if
+the request offers the tool.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from jaxserve.errors import ConfigError
+from jaxserve.text.events import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallStart, merged
+from jaxserve.text.reader import Reading, TextReader
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tools import ToolParser, ToolSet
+from jaxserve.text.tools.registry import TOOL_FORMATS, known_tool_formats, tool_format_of_template
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=(\S+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_MAX_HEADER = 512
+# the header's words and tokens, as far as they come in this order
+_HEADER = re.compile(
+    r"\s*(<\|start\|>)?\s*((assistant|user|system|developer|tool)\b)?\s*(to=\S+?(?=\s|<\||$))?"
+    r"(\s*<\|channel\|>\s*((analysis|commentary|final)\b)?\s*(to=\S+?(?=\s|<\||$))?)*"
+    r"(\s*<\|constrain\|>\s*\w*)?\s*"
+)
+
+
+class HarmonyParser(ToolParser):
+    markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+
+    def _calls(self) -> Reading[None]:
+        yield from self._recipient_first()
+        while marker := (yield from self.content_until(START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)):
+            if marker in ENDS or marker == MESSAGE:  # of a message without a header
+                self.reader.unmark()
+                continue
+            yield from self._headed(marker)
+
+    def _recipient_first(self) -> Reading[None]:
+        """Read an output that begins with a recipient: the prompt ends with <|start|>assistant, to=NAME may follow."""
+        self.reader.mark()
+        yield from self.reader.space()
+        if (yield from self.reader.accept("to=")):
+            yield from self._headed("to=")
+        else:
+            self.give_up()
+
+    def _headed(self, begin: str) -> Reading[None]:
+        """Read a message whose header begins with `begin`. Of one that breaks off, only what is no header is shown."""
+        self.thinking = False
+        header, end = yield from self.reader.until(MESSAGE, START, *ENDS, limit=_MAX_HEADER, take=False)
+        header = begin + header
+        is_header = self._marked or CHANNEL in header
+        ends_whole = end in ENDS or (self.is_whole and self.reader.ended)
+        if end != MESSAGE and not (is_header and ends_whole and self._called(header) in self.tools):
+            self._broken(header) if is_header else self.give_up()
+            return
+        yield from self.reader.accept(MESSAGE)
+        self.reader.unmark()
+        yield from self._message(header)
+
+    def _broken(self, header: str) -> None:
+        """Drop a header that no message follows. What stands behind its words is text of its channel."""
+        self.reader.unmark()
+        rest = header[_HEADER.match(header).end() :]  # type: ignore[union-attr]  # it matches the empty text too
+        if not rest or (self.reader.ended and not self.is_whole):
+            return
+        channels = _CHANNEL_NAME.findall(header)
+        if channels and channels[-1] == "analysis":
+            self._break_reasoning()
+            self._reasoning(rest)
+        else:
+            self.content(rest)
+
+    def heads(self) -> Iterable[str]:
+        return ("to=functions.NAME",)
+
+    def _begins_call(self, text: str) -> bool:
+        """As in ToolParser. Any header that is not too long counts, because a header is never shown as text."""
+        if self._marked or CHANNEL in text:
+            return len(text) <= _MAX_HEADER
+        return "to=functions." in text and super()._begins_call(text)
+
+    def _message(self, header: str) -> Reading[None]:
+        channels = _CHANNEL_NAME.findall(header)  # a malformed header has several: the last one counts
+        recipient, name = self._recipient(header), self._called(header)
+        function = name != recipient or name in self.tools
+        if function and self.offered(name):
+            yield from self._call(name)
+        elif function:
+            self.content(header + MESSAGE)
+            yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
+        elif channels[-1:] == ["analysis"] or recipient:
+            self._break_reasoning()
+            self.thinking = True
+            yield from self.reader.copy_until((*ENDS, START), self._reasoning, take=False)
+        else:
+            yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
+
+    def _recipient(self, header: str) -> str:
+        """Return whom a message is to; "" if it is to the user."""
+        found = _RECIPIENT.search(header.replace(CHANNEL, " ").replace(CONSTRAIN, " "))
+        return found[1] if found else ""
+
+    def _called(self, header: str) -> str:
+        return self._recipient(header).removeprefix("functions.")
+
+    def _call(self, name: str) -> Reading[None]:
+        self.start_call(name)
+        yield from self.reader.space()
+        # a string in them may contain the marks
+        if (yield from self.reader.peek()) == "{" and (yield from self.json_arguments()):
+            yield from self.reader.until(*ENDS, START, take=False)
+            self.end_call()
+            return
+        end = yield from self.reader.copy_until((*ENDS, START), self.arguments, take=False, drop_partial=True)
+        self.end_call(whole=bool(end) or self.is_whole)  # <|call|> ends the output and is not part of its text
+
+    def _break_reasoning(self) -> None:
+        if self._reasoned:
+            self._events.append(ReasoningDelta("\n"))
+        self._reasoned = False
+
+    _reasoned = False
+
+    def _reasoning(self, text: str) -> None:
+        self._reasoned = True
+        self._events.append(ReasoningDelta(text))
+
+
+class HarmonyThoughts:
+    """Divides an output into reasoning and answer without changing its text. Headers count as reasoning.
+
+    feed, finish: as those of a parser, but all text comes back, as ReasoningDelta or ContentDelta
+    """
+
+    def __init__(self) -> None:
+        self._reader = TextReader()
+        self._events: list[Event] = []
+        self._run = self._parts()
+
+    def feed(self, delta: str) -> list[Event]:
+        self._reader.push(delta)
+        return self._advance()
+
+    def finish(self) -> list[Event]:
+        self._reader.closed = True
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        next(self._run, None)
+        events, self._events = self._events, []
+        return merged(events)
+
+    def _reasoning(self, text: str) -> None:
+        self._events.append(ReasoningDelta(text))
+
+    def _answer(self, text: str) -> None:
+        self._events.append(ContentDelta(text))
+
+    def _parts(self) -> Reading[None]:
+        sink = self._answer
+        while marker := (yield from self._reader.copy_until((START, CHANNEL, *ENDS), sink)):
+            self._reasoning(marker)
+            sink = self._answer
+            if marker in ENDS:
+                continue
+            header: list[str] = []
+
+            def keep(text: str, header: list[str] = header) -> None:
+                header.append(text)
+                self._reasoning(text)
+
+            end = yield from self._reader.copy_until((MESSAGE, *ENDS), keep)
+            self._reasoning(end)
+            channels = _CHANNEL_NAME.findall(marker + "".join(header))
+            sink = self._reasoning if end == MESSAGE and channels[-1:] == ["analysis"] else self._answer
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpening:
+    """How a tool call begins that ends the thinking without its closing tag.
+
+    `marker`, white space, the name of a tool of the request if `named`, white space, and one of `first`; or without a
+    name one of `unnamed`. The marker alone is not enough: a model that thinks about its format writes it too.
+    """
+
+    marker: str
+    first: tuple[str, ...]
+    named: bool = False
+    unnamed: tuple[str, ...] = ()
+
+    def read(self, reader: TextReader, tools: Collection[str]) -> Reading[str]:
+        """Take the opening; the end of it, or "" if what comes next is none. What was taken is remembered."""
+        reader.mark()
+        yield from reader.accept(self.marker)
+        yield from reader.space()
+        if self.named:
+            found = yield from reader.accept(*tools, *self.unnamed)
+            if not found or found in self.unnamed:
+                return found
+            yield from reader.space()
+        return (yield from reader.accept(*self.first))
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """A family of models that think between tags.
+
+    always: the model thinks though neither the prompt nor its output opens the tag
+    calls: tool calls that end the thinking without its closing tag
+    """
+
+    start: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
+    calls: tuple[CallOpening, ...] = ()
+
+    def markers(self, *, tools: bool) -> tuple[str, ...]:
+        """Return the texts that the parser looks for. tools: the request offers some."""
+        return (self.start, self.end, *((call.marker for call in self.calls) if tools else ()))
+
+    def opened_by(self, prompt: str, continued: str = "") -> bool:
+        """Does the output begin inside the thinking?
+
+        prompt: the rendered prompt; only its end counts, since users may write tags too
+        continued: the assistant's own text that the output continues, if any
+        """
+        if continued:
+            return continued.rfind(self.start) > continued.rfind(self.end)
+        ending = prompt.rstrip()
+        return ending.endswith(self.start) or (self.always and not ending.endswith(self.end))
+
+
+class ThinkParser:
+    """Splits an output into reasoning and content. White space around the tags is layout and is dropped.
+
+    keep: leave the tags and all white space in the reasoning, for callers that put both together again
+    tools: names of the request's tools; only a request that offers some can have its thinking ended by a call
+    thinking: whether the text read so far ends within the thinking; None: its first characters may still open it
+    """
+
+    def __init__(self, tags: ThinkTags, *, inside: bool, keep: bool = False, tools: Collection[str] = ()) -> None:
+        self._tags = tags
+        self._keep = keep
+        self._inside = inside
+        self._tools = tools
+        self.thinking: bool | None = True if inside else None
+        self.reader = TextReader()
+        self._events: list[Event] = []
+        self._space: list[str] = []  # white space that is dropped if the reasoning ends here
+        self._begun = False
+        self._run = self._parts()
+
+    def feed(self, delta: str) -> list[Event]:
+        if self.thinking is False:
+            return [ContentDelta(delta)] if delta else []
+        self.reader.push(delta)
+        return self._advance()
+
+    def finish(self) -> list[Event]:
+        self.reader.closed = True
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        if self.thinking is not False:
+            try:
+                next(self._run)
+            except StopIteration:
+                self.thinking = False
+        if self.thinking is False and (text := self.reader.take_rest()):
+            self._events.append(ContentDelta(text))
+        events, self._events = self._events, []
+        return merged(events)
+
+    def _parts(self) -> Reading[None]:
+        space = yield from self.reader.space()
+        opened = yield from self.reader.accept(self._tags.start)
+        if not opened and not self._inside:
+            if space:
+                self._events.append(ContentDelta(space))
+            return
+        self.thinking = True
+        if self._keep:
+            self._events.append(ReasoningDelta(space + opened))
+        calls = {call.marker: call for call in self._tags.calls} if self._tools else {}
+        while True:
+            marker = yield from self.reader.copy_until((self._tags.end, *calls), self._reasoning, take=False)
+            if marker not in calls:
+                break
+            found = yield from calls[marker].read(self.reader, self._tools)
+            text = self.reader.unmark()
+            if found:
+                self._events.append(ContentDelta(text))
+                return
+            self._reasoning(text)
+        if marker:
+            yield from self.reader.accept(marker)
+            space = yield from self.reader.space()
+            if self._keep:
+                self._events.append(ReasoningDelta(marker + space))
+
+    def _reasoning(self, text: str) -> None:
+        if self._keep:
+            self._events.append(ReasoningDelta(text))
+            return
+        text = text if self._begun else text.lstrip()
+        stripped = text.rstrip()
+        if stripped:
+            self._events.append(ReasoningDelta("".join(self._space) + stripped))
+            self._space, self._begun = [], True
+        self._space.append(text[len(stripped) :])
+
+
+class LaterThoughts:
+    """Takes tags out of the text after the first thinking: a second block is reasoning, a lone end tag is dropped.
+
+    Tags that the text mentions stay: in code, after a quotation mark, and an end tag after a start tag that stayed. A
+    start tag within a line, behind a space, opens a block only if the model has thought before.
+
+    thinking: the text read so far ends within a block
+    reasoned: the output has had reasoning
+    """
+
+    def __init__(self, tags: ThinkTags) -> None:
+        self._tags = tags
+        self.thinking = self.reasoned = False
+        self._mentions = 0  # start tags that stayed, less the end tags that stayed
+        self._events: list[Event] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reader = TextReader()
+        self._run = self._parts()
+        self._seeks_tag = True  # `_parts` waits for the next tag
+        self._code = _CodeMarks()
+        self._last = ""  # the last character that went out since the beginning, or a call
+        self._space = ""  # of a block, dropped if the block ends here
+        self._in_block = False  # the block has had text
+
+    def feed(self, text: str) -> list[Event]:
+        tags = self._tags
+        if self._seeks_tag and self._reader.is_empty and tags.start[0] not in text and tags.end[0] not in text:
+            self._content(text)  # the common case
+        else:
+            self._reader.push(text)
+            next(self._run, None)
+        events, self._events = self._events, []
+        return events
+
+    def flush(self) -> list[Event]:
+        """Return what was held back, at the end of the output or where a call begins, which ends a block too."""
+        self._reader.closed = True
+        next(self._run, None)
+        events, self._events = self._events, []
+        self.thinking = False
+        self._begin()
+        return events
+
+    def _parts(self) -> Reading[None]:
+        start, end = self._tags.start, self._tags.end
+        while marker := (yield from self._reader.copy_until((start, end), self._content)):
+            self._seeks_tag = False
+            is_mention = self._code.inside or self._last in tuple("\"'“‘«")
+            if marker == start:
+                is_mention = is_mention or not (yield from self._opens())
+            elif self._mentions:
+                is_mention = True
+            if is_mention:
+                self._mentions = max(0, self._mentions + (1 if marker == start else -1))
+                self._content(marker)
+                self._seeks_tag = True
+                continue
+            if marker == start:
+                self.thinking, self._in_block = True, False
+                marker = yield from self._reader.copy_until((end,), self._thought)
+                self.thinking, self._space = False, ""
+            space = yield from self._reader.space()
+            if self._last and not self._last.isspace():
+                self._content(space)
+            self._seeks_tag = True
+
+    def _opens(self) -> Reading[bool]:
+        """Return whether the start tag that was read opens a block."""
+        if self._code.is_line_blank or not self._last.isspace():
+            return True
+        following = yield from self._reader.peek()
+        return self.reasoned and following not in tuple(" \t,.;:!?)") and following != ""
+
+    def _content(self, text: str) -> None:
+        if text:
+            self._code.add(text)
+            self._last = text[-1]
+            self._events.append(ContentDelta(text))
+
+    def _thought(self, text: str) -> None:
+        text = self._space + text if self._in_block else text.lstrip()
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if stripped:
+            self._events.append(ReasoningDelta("\n" * (self.reasoned and not self._in_block) + stripped))
+            self._in_block = self.reasoned = True
+
+
+class _CodeMarks:
+    """Whether the text so far ends within Markdown's code.
+
+    is_line_blank: the last line has nothing but white space
+    """
+
+    def __init__(self) -> None:
+        self._fenced = False
+        self._ticks = 0  # in the last line
+        self._head = ""  # the first three characters of the last line, without white space before
+
+    @property
+    def inside(self) -> bool:
+        return self._fenced or self._ticks % 2 == 1 or self._head == "```"
+
+    @property
+    def is_line_blank(self) -> bool:
+        return not self._head
+
+    def add(self, text: str) -> None:
+        if len(self._head) == 3 and "`" not in text and "\n" not in text:
+            return
+        first, *lines = text.split("\n")
+        self._add_to_line(first)
+        for line in lines:
+            self._fenced ^= self._head in ("```", "~~~")
+            self._ticks, self._head = 0, ""
+            self._add_to_line(line)
+
+    def _add_to_line(self, text: str) -> None:
+        self._ticks += text.count("`")
+        if len(self._head) < 3:
+            self._head = (self._head + text).lstrip()[:3]
+
+
+class ThinkingLimit:
+    """Counts the tokens of one output, and follows its text, until the thinking is over or has taken too long.
+
+    tokens: how many the output may have before its thinking is ended
+    inside: the prompt leaves the model within its thinking; else the output may open it
+    tools: names of the request's tools, whose calls end the thinking too
+    """
+
+    def __init__(self, tags: ThinkTags, tokens: int, *, inside: bool, tools: Collection[str] = ()) -> None:
+        self._parser = ThinkParser(tags, inside=inside, tools=tools)
+        self._left = tokens
+
+    @property
+    def exceeded(self) -> bool:
+        """The output still thinks and has had all its tokens."""
+        return self._left <= 0 and self._parser.thinking is True
+
+    def add(self, text: str) -> None:
+        """Take one token's text. Time is linear in the text of the thinking."""
+        self._left -= 1
+        if text and self._parser.thinking is not False:
+            self._parser.feed(text)
+
+
+# format of calls -> how a call begins that ends the thinking without its closing tag
+_CALLS: dict[str, tuple[CallOpening, ...]] = {
+    **dict.fromkeys(("hermes", "qwen3_coder"), (CallOpening("<tool_call>", ("{", "[{", "<function=")),)),
+    "glm45": (CallOpening("<tool_call>", ("<arg_key>", "</tool_call>"), named=True),),
+    "kimi_k2": tuple(
+        CallOpening(section, ("<|tool_call_begin|>",))
+        for section in ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+    ),
+    "deepseek_v3": (
+        CallOpening("<｜tool▁calls▁begin｜>", ("<｜tool▁call▁begin｜>",)),
+        CallOpening("<｜tool▁call▁begin｜>", ("<｜tool▁sep｜>",), named=True, unnamed=("function<｜tool▁sep｜>",)),
+    ),
+    "deepseek_v32": tuple(
+        CallOpening(section, ("<｜DSML｜invoke",)) for section in ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
+    ),
+    "mistral": (
+        CallOpening("[TOOL_CALLS]", ("{", "[ARGS]", "[CALL_ID]"), named=True, unnamed=('{"', "{ ", "{\n", "[{")),
+    ),
+    "granite": (CallOpening("<|tool_call|>", ("{", "[{")),),
+    "internlm": (CallOpening("<|action_start|>", ("<|plugin|>",)),),
+    "jamba": (CallOpening("<tool_calls>", ("{", "[{")),),
+}
+
+REASONING_FAMILIES: dict[str, ThinkTags] = {
+    "qwen3": ThinkTags(calls=_CALLS["hermes"]),
+    "deepseek_r1": ThinkTags(always=True),
+    "deepseek_v3": ThinkTags(),
+    "glm45": ThinkTags(calls=_CALLS["glm45"]),
+    "kimi_k2": ThinkTags(calls=_CALLS["kimi_k2"]),
+    "kimi": ThinkTags("◁think▷", "◁/think▷"),
+    "mistral": ThinkTags("[THINK]", "[/THINK]"),
+    "seed_oss": ThinkTags("<seed:think>", "</seed:think>"),
+    "cohere": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "granite": ThinkTags("Here is my thought process:", "Here is my response:"),
+}
+
+
+def think_tags(family: str | None, tool: str | None = None) -> ThinkTags | None:
+    """Return the tags of a family of REASONING_FAMILIES, with the calls of the format `tool`; None for any other."""
+    tags = REASONING_FAMILIES.get(family or "")
+    return replace(tags, calls=_CALLS[tool]) if tags is not None and tool in _CALLS else tags
+
+
+# names that users of SGLang and vLLM know
+REASONING_ALIASES: dict[str, str] = {
+    "qwen": "qwen3",
+    "qwen3_thinking": "deepseek_r1",
+    "deepseek": "deepseek_r1",
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "holo2": "qwen3",
+    "nano_v3": "deepseek_v3",
+    "nemotron_v3": "deepseek_v3",
+    "think": "deepseek_v3",
+    "step3": "deepseek_r1",
+    "minimax": "deepseek_r1",
+    "minimax_m2": "deepseek_r1",
+    "interns1": "qwen3",
+    "olmo3": "deepseek_v3",
+    "ernie45": "deepseek_v3",
+    "magistral": "mistral",
+    "gpt_oss": "harmony",
+    "openai_gptoss": "harmony",
+}
+
+
+def reasoning_of_template(template: str) -> str | None:
+    """Return the family that a chat template's text shows, or None."""
+    if "<|channel|>" in template and "<|start|>" in template:
+        return "harmony"
+    if "</think>" in template or "<think>" in template:
+        return _think_family(template)
+    by_tag = {tags.start: name for name, tags in REASONING_FAMILIES.items() if tags.start != "<think>"}
+    return next((name for tag, name in by_tag.items() if tag in template), None)
+
+
+def _think_family(template: str) -> str:
+    """Return the key in REASONING_FAMILIES of a template with <think> tags.
+
+    These families differ in the tool calls that end the reasoning without </think>. deepseek_r1 is never returned: a
+    template does not show that the model thinks without an opening tag.
+    """
+    if "<|tool_calls_section_begin|>" in template:
+        return "kimi_k2"
+    if "<arg_key>" in template:
+        return "glm45"
+    if "<tool_call>" in template:
+        return "qwen3"
+    return "deepseek_v3"
+
+
+@dataclass(frozen=True, slots=True)
+class ParserChoice:
+    """Names of the parsers of a model, or None. "harmony" reads both in one pass.
+
+    The prompt decides where an output begins: inside the thinking if the template opened the tag.
+    """
+
+    tool: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def think_tags(self) -> ThinkTags | None:
+        return think_tags(self.reasoning, self.tool)
+
+    @property
+    def harmony(self) -> bool:
+        return "harmony" in (self.tool, self.reasoning)
+
+    def make(
+        self,
+        *,
+        tools: ToolSet | None = None,
+        prompt: str = "",
+        continued: str = "",
+        separate_reasoning: bool = True,
+        fallback_tool: str | None = None,
+        answer_is_literal: bool = False,
+        thinks: bool = True,
+    ) -> OutputParser:
+        """Return a parser for one output.
+
+        tools: None leaves calls in the text (no tools in the request, or tool_choice none)
+        prompt: the rendered prompt; continued: the assistant's text that the output continues, if any
+        separate_reasoning: False leaves the reasoning, with its tags, in the content
+        fallback_tool: family for a model that has none (required calls are then plain JSON: "json")
+        answer_is_literal: a constraint decides what the answer is; tags in it are its text
+        thinks: False if the output is all answer, because a constraint holds from its first token
+        """
+        if self.harmony:
+            return _Harmony(tools, separate_reasoning)
+        form = TOOL_FORMATS.get(self.tool or fallback_tool or "")
+        tool_parser = form.parser(tools) if form is not None and tools is not None else None
+        tags = self.think_tags
+        if tags is None or not thinks:
+            return _Pipeline(None, tool_parser, True)
+        inside = tags.opened_by(prompt, continued)
+        if not separate_reasoning and tool_parser is None:
+            return _Pipeline(None, None, True)
+        names = tools.names if tools is not None and tool_parser is not None else ()
+        thinking = ThinkParser(tags, inside=inside, keep=not separate_reasoning, tools=names)
+        # Granite's tags are sentences, which an answer may have too
+        cleans = separate_reasoning and not answer_is_literal and not tags.start[0].isalpha()
+        return _Pipeline(thinking, tool_parser, separate_reasoning, LaterThoughts(tags) if cleans else None)
+
+    def markers(self, *, tools: bool) -> tuple[str, ...]:
+        """Return the texts that the parsers look for. If one is a special token, detokenizing must not skip it."""
+        if self.harmony:
+            return HarmonyParser.markers
+        found = TOOL_FORMATS[self.tool].parser.markers if tools and self.tool else ()
+        return found + (self.think_tags.markers(tools=tools) if self.think_tags else ())
+
+    def visible_token_ids(self, tokenizer: Tokenizer, *, tools: bool) -> tuple[int, ...]:
+        """Return the ids of the special tokens that must stay in the text (SamplingParams.visible_token_ids)."""
+        ids = (tokenizer.token_to_id(marker) for marker in self.markers(tools=tools))
+        return tuple(i for i in ids if i is not None and i in tokenizer.special_ids)
+
+
+def choose_parsers(
+    template: str | None = None, for_tools: str | None = None, *, tool: str = "auto", reasoning: str = "auto"
+) -> ParserChoice:
+    """Resolve `model.tool_parser` and `model.reasoning_parser`: a name that SGLang's or vLLM's users know, "auto"
+    (by the chat template's text) or "none". Raises ConfigError naming the known ones.
+
+    for_tools: the template of requests with tools, if it is another one
+    """
+    calls = tool_format_of_template(for_tools or "") or tool_format_of_template(template or "")
+    known_reasoning = {name: name for name in (*REASONING_FAMILIES, "harmony")} | REASONING_ALIASES
+    return ParserChoice(
+        tool=_resolve(tool, known_tool_formats(), calls, "tool_parser"),
+        reasoning=_resolve(reasoning, known_reasoning, reasoning_of_template(template or ""), "reasoning_parser"),
+    )
+
+
+def _resolve(name: str, known: dict[str, str], detected: str | None, key: str) -> str | None:
+    wanted = name.lower().replace("-", "_")
+    if wanted == "auto":
+        return detected
+    if wanted in ("none", ""):
+        return None
+    if wanted not in known:
+        raise ConfigError(f"model.{key}: {name!r} is not known", fix=f"one of auto, none, {', '.join(sorted(known))}")
+    return known[wanted]
+
+
+class _Pipeline:
+    """Reasoning first, then the tool calls in what remains, then later reasoning in what is no call."""
+
+    def __init__(
+        self,
+        reasoning: ThinkParser | None,
+        tools: ToolParser | None,
+        separate: bool,
+        later: LaterThoughts | None = None,
+    ) -> None:
+        self._reasoning, self._tools, self._separate, self._later = reasoning, tools, separate, later
+
+    def feed(self, delta: str) -> list[Event]:
+        plain: list[Event] = [ContentDelta(delta)] if delta else []
+        events = self._reasoning.feed(delta) if self._reasoning else plain
+        if self._tools is None and self._separate:
+            return self._without_tags(events)
+        return merged(self._without_tags(self._through(events)))
+
+    @property
+    def thinking(self) -> bool:
+        is_first = self._reasoning is not None and self._reasoning.thinking is not False
+        return is_first or (self._later is not None and self._later.thinking)
+
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        events = self._through(self._reasoning.finish() if self._reasoning else [])
+        events = self._without_tags(events + (self._tools.finish(whole=whole) if self._tools else []))
+        return merged(events + (self._later.flush() if self._later else []))
+
+    def _through(self, events: Iterable[Event]) -> list[Event]:
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta) and self._tools is not None:
+                out += self._tools.feed(event.text)
+            elif isinstance(event, ReasoningDelta) and not self._separate:
+                out.append(ContentDelta(event.text))
+            else:
+                out.append(event)
+        return out
+
+    def _without_tags(self, events: list[Event]) -> list[Event]:
+        if self._later is None:
+            return events
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                out += self._later.feed(event.text)
+                continue
+            if isinstance(event, ReasoningDelta):
+                self._later.reasoned = True
+            elif isinstance(event, ToolCallStart):
+                out += self._later.flush()
+            out.append(event)
+        return out
+
+
+class _Harmony:
+    def __init__(self, tools: ToolSet | None, separate: bool) -> None:
+        self._parser = HarmonyParser(tools)
+        self._separate = separate
+
+    def feed(self, delta: str) -> list[Event]:
+        return self._through(self._parser.feed(delta))
+
+    @property
+    def thinking(self) -> bool:
+        return self._parser.thinking
+
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        return self._through(self._parser.finish(whole=whole))
+
+    def _through(self, events: list[Event]) -> list[Event]:
+        if self._separate:
+            return events
+        return merged([ContentDelta(e.text) if isinstance(e, ReasoningDelta) else e for e in events])
