@@ -25,9 +25,8 @@ from jaxserve.engine.hosts.joining import lead
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
-from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.mask_table import mask_threads
-from jaxserve.grammar.matcher import MatcherFactory
+from jaxserve.grammar.matcher import BitmaskFiller, MatcherFactory
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.chosen_form import choose_head, choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.lark import LarkWriter
-from jaxserve.grammar.translate import check_source
+from jaxserve.grammar.translate import LarkWriter, check_source
 
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _TOKEN = re.compile(

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.lark import LarkWriter, between_slashes, one_of
-from jaxserve.grammar.translate import MAX_SOURCE_BYTES, loads
+from jaxserve.grammar.translate import MAX_SOURCE_BYTES, LarkWriter, between_slashes, loads, one_of
 from jaxserve.types.sampling import GrammarSpec
 
 MAX_TAGS = 256

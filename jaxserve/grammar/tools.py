@@ -5,25 +5,245 @@ tool of the request and match its schema.
 
 A custom tool is written as a function with one text parameter "input", whose value must match the tool's regex or
 Lark grammar (`embed`). If a tool with a Lark grammar is the only one and required, the output is the input itself.
+
+What can be enforced of the schema of a tool that is not strict.
+
+Agents bring tools whose schemas others wrote, and OpenAI and Anthropic take any of them.
+
+The parameters of a tool, for formats of calls that write them one by one, as text or as JSON.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.embed import embed_before, embed_in_json
-from jaxserve.grammar.lark import ANY_TEXT, LarkWriter, one_of
-from jaxserve.grammar.schema.loose import loosened, outline
-from jaxserve.grammar.schema.parameters import is_text, parameters_of, texts_of
-from jaxserve.grammar.schema.parts import moved
-from jaxserve.grammar.translate import check_depth, check_source, closed
+from jaxserve.grammar.translate import (
+    ANY_TEXT,
+    BY_NAME,
+    LarkWriter,
+    check_depth,
+    check_source,
+    closed,
+    moved,
+    one_of,
+    with_parts,
+)
+from jaxserve.text.tools.base import MAX_JOIN_DEPTH, pointed, schema_types
 from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
 from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
+
+_MAX_NUMBER = 2**53
+_UNREADABLE = re.compile(r"\(\?(?:<?[=!]|>|P=)|\\[0-9bBGkZ]")  # looks around or back, or is another syntax than Rust's
+_DRAFT = re.compile(
+    r"http://json-schema\.org/draft-0[3467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+)
+_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_JOINS = ("allOf", "anyOf", "oneOf")
+
+
+def loosened(schema: Any, root: Any = None) -> Any:
+    """Return a schema, whose depth has been checked, without the keywords that llguidance cannot read.
+
+    root: the schema that references point into; default: the schema itself
+    """
+    root = schema if root is None else root
+    if isinstance(schema, list):
+        return [loosened(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in _READABLE or _READABLE[key](value)}
+    if "$ref" in kept and not _is_schema(pointed(root, kept["$ref"])):
+        del kept["$ref"]
+    for key in BY_NAME & kept.keys():
+        is_read = _is_pattern if key == "patternProperties" else _is_text
+        parts = kept[key].items()
+        kept[key] = {name: part if _is_schema(part) else True for name, part in parts if is_read(name)}
+    return with_parts(kept, partial(loosened, root=root))
+
+
+def outline(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return no more of a tool's schema than the names of its parameters, their types, and which are required."""
+    properties, required = dict[str, Any](), list[Any]()
+    for part, is_needed in _parts(schema, schema, set(), 0):
+        found, needed = part.get("properties"), part.get("required")
+        for name, value in found.items() if isinstance(found, dict) else ():
+            properties.setdefault(name, _kind(value))
+        required += needed if is_needed and isinstance(needed, list) else ()
+    names = list(dict.fromkeys(name for name in required if isinstance(name, str)))
+    return {"type": "object", "properties": properties, "required": names}
+
+
+def _parts(
+    schema: Any, root: Any, seen: set[tuple[int, bool]], depth: int, needed: bool = True
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield a schema and those that it joins, each with whether all values must satisfy it. seen: what was yielded"""
+    if not isinstance(schema, dict) or depth > MAX_JOIN_DEPTH or (id(schema), needed) in seen:
+        return
+    seen.add((id(schema), needed))
+    yield schema, needed
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        yield from _parts(pointed(root, reference), root, seen, depth + 1, needed)
+    for key in _JOINS:
+        for part in schema[key] if isinstance(schema.get(key), list) else ():
+            yield from _parts(part, root, seen, depth + 1, needed and key == "allOf")
+
+
+def _kind(schema: Any) -> dict[str, Any]:
+    """Return no more of a parameter's schema than its type."""
+    return {"type": schema["type"]} if isinstance(schema, dict) and _is_type(schema.get("type")) else {}
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (dict, bool))
+
+
+def _are_schemas(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_type(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and _are_texts(values) and _TYPES.issuperset(values)
+
+
+def _is_kept(value: Any) -> bool:
+    """Return whether a value of enum or const is compared exactly."""
+    return not isinstance(value, int) or abs(value) <= _MAX_NUMBER
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_NUMBER
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and not _UNREADABLE.search(value)
+
+
+_READABLE: dict[str, Callable[[Any], bool]] = {
+    "$schema": lambda value: isinstance(value, str) and bool(_DRAFT.fullmatch(value)),
+    "type": _is_type,
+    "enum": lambda value: isinstance(value, list) and bool(value) and all(map(_is_kept, value)),
+    "const": _is_kept,
+    "$ref": _is_text,
+    "required": _are_texts,
+    "pattern": _is_pattern,
+    "format": _is_text,
+    "multipleOf": lambda value: _is_number(value) and value > 0,
+    "items": lambda value: _is_schema(value) or _are_schemas(value),
+    "additionalProperties": _is_schema,
+    "prefixItems": _are_schemas,
+    "minimum": _is_number,
+    "maximum": _is_number,
+    "exclusiveMinimum": lambda value: _is_number(value) or isinstance(value, bool),
+    "exclusiveMaximum": lambda value: _is_number(value) or isinstance(value, bool),
+    **dict.fromkeys(_JOINS, _are_schemas),
+    **dict.fromkeys(BY_NAME, lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count),
+}
+
+
+_WHOLE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas"})
+_WHOLE |= {"dependencies", "patternProperties", "minProperties", "maxProperties", "propertyNames"}
+_TEXT = frozenset({"pattern", "format", "minLength", "maxLength", "allOf", "not", "if"})
+
+
+class Parameter(NamedTuple):
+    """One parameter of a tool. schema: stands alone, with the targets of its references"""
+
+    name: str
+    schema: Any
+    required: bool
+
+
+def parameters_of(schema: Mapping[str, Any], *, exact: bool = True) -> list[Parameter]:
+    """Return the parameters of a tool, in order: those of `properties`, then others that are required.
+
+    exact: raise InvalidSchemaError (param tools) if the schema says more than each parameter's own schema can; else
+    ignore the rest, if there are properties
+    """
+    if (unkept := sorted(_WHOLE & schema.keys())) and (exact or not schema.get("properties")):
+        raise _error(f"{', '.join(unkept)} of a tool's parameters cannot be enforced in this model's format of calls")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise _error("properties of a tool must be an object, and required a list")
+    needed = dict.fromkeys(name for name in required if isinstance(name, str))
+    parts = properties | {name: schema.get("additionalProperties", True) for name in needed if name not in properties}
+    used = {name: part for name, part in parts.items() if part is not False or name in needed}
+    targets, place = _targets(schema)
+    return [Parameter(name, _standing_alone(part, targets, place), name in needed) for name, part in used.items()]
+
+
+def _targets(schema: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return what a parameter's schema needs beside it for its references into the whole schema, and their new place.
+
+    Computed once for all parameters: there may be thousands, and as many definitions.
+    """
+    head = {"$schema": schema["$schema"]} if "$schema" in schema else {}
+    text = json.dumps(schema)
+    if text.count('"$ref"') == text.count('"$ref": "#/$defs/') + text.count('"$ref": "#/definitions/'):
+        return head | {key: schema[key] for key in ("$defs", "definitions") if key in schema}, ""
+    return head | {"$defs": {"whole": moved(schema, "#/$defs/whole")}}, "#/$defs/whole"
+
+
+def _standing_alone(part: Any, targets: dict[str, Any], place: str) -> Any:
+    """Return a parameter's schema with the targets of its references."""
+    if not isinstance(part, dict) or "$ref" not in json.dumps(part):
+        return part
+    return moved(part, place) | targets if place else targets | part
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a parameter is written without quotes, because it is always a string."""
+    return schema_types(schema) == {"string"}
+
+
+def texts_of(schema: Any, *, exact: bool = True) -> list[str] | None:
+    """Return the values of a text parameter; None if it may be any text.
+
+    exact: raise InvalidSchemaError (param tools) if a keyword limits it in another way; else ignore that
+    """
+    if not isinstance(schema, dict):
+        return [] if schema is False else None
+    lists = [key for key in ("enum", "const", "anyOf", "oneOf") if key in schema]
+    if exact and (unkept := sorted(_TEXT & schema.keys()) + lists[1:]):
+        what = ", ".join(unkept)
+        raise _error(f"a text parameter with {what} cannot be enforced in this model's format of calls")
+    if not lists:
+        return None
+    key = lists[0]
+    values = [schema[key]] if key == "const" else schema[key]
+    if not isinstance(values, list):
+        raise _error(f"{key} of a text parameter must be a list")
+    if key in ("enum", "const"):
+        return [value for value in values if isinstance(value, str)]
+    found = [texts_of(option, exact=exact) for option in values]
+    return None if None in found else [text for texts in found for text in texts or ()]
+
+
+def _error(message: str) -> InvalidSchemaError:
+    return InvalidSchemaError(message, param="tools")
+
 
 MAX_CALLS = 64  # per output
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}

@@ -1,25 +1,234 @@
-"""Translates a GrammarSpec to the text of an llguidance grammar, and refuses what llguidance would not enforce exactly.
-
-Checks the size of the source and bounds white space. The worker process checks whether the grammar can be built.
-"""
+"""Translate what a request may ask for (schema, regex, choices, EBNF, GBNF, Lark) into what llguidance compiles."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import llguidance
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.gbnf import gbnf_to_lark
-from jaxserve.grammar.schema.char_classes import ascii_classes, ascii_schema, quoted
-from jaxserve.grammar.schema.parts import with_parts
 from jaxserve.types.sampling import GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+
+_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keys whose values are not schemas
+BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+
+
+def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the object of a JSON schema with `change` applied to each schema or list in it. Data stays as it is."""
+
+    def changed(key: str, value: Any) -> Any:
+        if key in _DATA:
+            return value
+        if key in BY_NAME and isinstance(value, dict):
+            return {name: change(part) for name, part in value.items()}
+        return change(value)
+
+    return {key: changed(key, value) for key, value in schema.items()}
+
+
+def moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references hold after moving it to `place` of another. One with an $id is not changed."""
+    if isinstance(schema, list):
+        return [moved(item, place) for item in schema]
+    if not isinstance(schema, dict) or "$id" in schema:
+        return schema
+    result = with_parts(schema, partial(moved, place=place))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        result["$ref"] = place + reference[1:]
+    return result
+
+
+_ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
+
+
+def ascii_classes(pattern: str) -> str:
+    r"""Return the pattern with `\d` and `\w` written out, also inside classes.
+
+    Inside a class, `[`, `&&`, `~~` and `--` are escaped: they are characters, not operators as in Rust.
+    """
+    out: list[str] = []
+    opening = ""  # of the class that is open
+    at = 0
+    while at < len(pattern):
+        piece = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
+        size = len(piece)
+        if size == 2 and piece[1] in _ASCII and not opening.startswith("[^"):
+            piece = _ASCII[piece[1]]
+        elif not opening and piece == "[":
+            opening = piece = _class_start(pattern, at)
+            size = len(piece)
+        elif opening and pattern.startswith("[:", at) and ":]" in pattern[at:]:
+            piece = pattern[at : pattern.index(":]", at) + 2]
+            size = len(piece)
+        elif opening and piece in ("[", "&", "~", "-"):
+            piece = _in_class(piece, out, pattern[at + 1 : at + 2], opening)
+        elif piece == "]":
+            opening = ""
+        out.append(piece)
+        at += size
+    return "".join(out)
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def _in_class(char: str, before: list[str], after: str, opening: str) -> str:
+    """Return a character of a class, escaped if it or a pair of it would be an operator."""
+    starts_range = char == "-" == after and before[-1] == opening
+    return "\\" + char if char == "[" or before[-1] == char or starts_range else char
+
+
+def _class_start(pattern: str, at: int) -> str:
+    """Return the opening of a class, including a bracket that comes first and is a literal."""
+    end = at + 1 + pattern.startswith("[^", at)
+    return pattern[at : end + pattern.startswith("]", end)]
+
+
+def ascii_schema(schema: Any) -> Any:
+    """Return the JSON schema with `ascii_classes` applied to all patterns. Its nesting depth must have been checked."""
+    if isinstance(schema, list):
+        return [ascii_schema(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = with_parts(schema, ascii_schema)
+    if isinstance(pattern := result.get("pattern"), str):
+        result["pattern"] = ascii_classes(pattern)
+    if isinstance(named := result.get("patternProperties"), dict):
+        result["patternProperties"] = {ascii_classes(pattern): part for pattern, part in named.items()}
+    return result
+
+
+_TOKEN = re.compile(
+    r"""(?P<skip>\s+|\#[^\n]*) | (?P<rule>[\w-]+)\s*::= | (?P<name>[\w-]+) | "(?P<text>(?:[^"\\\n]|\\.)*)"
+    | \[(?P<class>(?:[^\]\\]|\\.)+)\] | (?P<any>\.) | (?P<mark>[()|]) | (?P<repeat>[*+?]|\{[\s\d,]*\})""",
+    re.VERBOSE | re.DOTALL,
+)
+_CHAR = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in "\"'\\[]/-^"}
+
+Tokens = list[tuple[str, str]]  # (kind, text)
+
+
+def gbnf_to_lark(source: str) -> str:
+    """Return the Lark text of a grammar whose rules are `name ::= ...`; it begins with `root`.
+
+    Raises InvalidSchemaError with the reason.
+    """
+    rules = _rules(source)
+    if "root" not in rules:
+        raise _error("the grammar has no rule root")
+    for body in rules.values():
+        for kind, text in body:
+            if kind == "name" and text not in rules:
+                raise _error(f"the grammar's rule {text!r} is undefined")
+    terminals = _terminals(rules)
+    names = {name: f"{'T' if name in terminals else 'r'}{i}" for i, name in enumerate(rules)} | {"root": "start"}
+    return "\n".join(["%llguidance {}", *(f"{names[name]}: {_body(body, names)}" for name, body in rules.items())])
+
+
+def _rules(source: str) -> dict[str, Tokens]:
+    rules: dict[str, Tokens] = {}
+    body: Tokens | None = None
+    at = 0
+    while at < len(source):
+        match = _TOKEN.match(source, at)
+        if match is None or (body is None and match.lastgroup not in ("rule", "skip")):
+            line = source.count("\n", 0, at) + 1
+            raise _error(f"the grammar cannot be read: line {line}, at {source[at : at + 20]!r}")
+        kind, at = match.lastgroup or "", match.end()
+        if kind == "rule":
+            body = rules[match["rule"]] = []
+        elif kind != "skip" and body is not None:
+            body.append((kind, match[kind]))
+    return rules
+
+
+def _terminals(rules: dict[str, Tokens]) -> set[str]:
+    """Return the names of the rules that are regular as far as their references show; `root` stays a rule."""
+    references = {name: {text for kind, text in body if kind == "name"} for name, body in rules.items()}
+    del references["root"]
+    found: set[str] = set()
+    while more := {name for name, others in references.items() if name not in found and others <= found}:
+        found |= more
+    return found
+
+
+def _body(body: Tokens, names: dict[str, str]) -> str:
+    """Return the right side of a rule; an alternative without anything in it is the empty text."""
+    written = [""]
+    for before, (kind, text) in pairwise([("mark", "|"), *body, ("mark", "|")]):
+        if before in _OPENINGS and (kind, text) in _CLOSINGS:
+            written.append('""')
+        match kind:
+            case "name":
+                written.append(names[text])
+            case "text":
+                written.append(quoted("".join(char for char, _ in _chars(text))))
+            case "class":
+                written.append(f"/[{_class(text)}]/")
+            case "any":
+                written.append(r"/(.|\n)/")
+            case _:
+                written.append("".join(text.split()))
+    return " ".join(written[:-1]).strip()
+
+
+_OPENINGS = (("mark", "|"), ("mark", "("))
+_CLOSINGS = (("mark", "|"), ("mark", ")"))
+
+
+def _class(text: str) -> str:
+    """Return the inside of a class for a regex: each character that is no letter or digit is written by its number."""
+    chars = list(_chars(text))
+    negated, at, out = chars[0] == ("^", False), 0, ""
+    chars = chars[negated:]
+    while at < len(chars):
+        if chars[at + 1 : at + 2] == [("-", False)] and at + 2 < len(chars):
+            out += f"{_numbered(chars[at][0])}-{_numbered(chars[at + 2][0])}"
+            at += 3
+        else:
+            out += _numbered(chars[at][0])
+            at += 1
+    return "^" * negated + out
+
+
+def _numbered(char: str) -> str:
+    return char if char.isalnum() else f"\\u{{{ord(char):x}}}"
+
+
+def _chars(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the characters of a literal or a class, each with whether it was escaped."""
+    for match in _CHAR.finditer(text):
+        if match[5] is not None:
+            yield match[5], False
+            continue
+        number = match[1] or match[2] or match[3]
+        char = _ESCAPES.get(match[4] or "") if number is None else _char(int(number, 16))
+        if char is None:
+            raise _error(f"the grammar cannot be read: the escape {match[0]!r} is unknown")
+        yield char, True
+
+
+def _char(number: int) -> str | None:
+    return chr(number) if number < 0x110000 else None
+
+
+def _error(message: str) -> InvalidSchemaError:
+    return InvalidSchemaError(message, param="response_format")
+
 
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -279,3 +488,101 @@ _TRANSLATIONS: dict[str, Callable[[str], str]] = {
     "ebnf": _ebnf,
     "choice": _choice,
 }
+
+
+ANY_TEXT = r"/(.|\n)*/"
+
+
+@dataclass
+class LarkWriter:
+    """Collects rules and returns expressions.
+
+    special_tokens: text -> id of the tokenizer's special tokens. In a literal they are written as tokens, because
+    llguidance does not treat their characters as text.
+    """
+
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    rules: list[str] = field(default_factory=list)
+    _count: int = 0
+    _size: int = 0  # characters of the rules
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def literal(self, text: str) -> str:
+        """Return an expression for exactly this text; "" for the empty text."""
+        parts = self._special.split(text) if self._special else [text]
+        return " ".join(self._literal_part(part) for part in parts if part)
+
+    def _literal_part(self, part: str) -> str:
+        if part in self.special_tokens:
+            return f"<[{self.special_tokens[part]}]>"
+        return quoted(part)
+
+    def is_special(self, text: str) -> bool:
+        return text in self.special_tokens
+
+    def rule(self, expression: str, *, lazy: bool = False, terminal: bool = False) -> str:
+        """Add a rule and return its name. lazy: the shortest match counts.
+
+        Raises InvalidSchemaError if the grammar becomes too large: a small request can describe an enormous one.
+        """
+        self._count += 1
+        self._size += len(expression)
+        if self._size > MAX_SOURCE_BYTES:
+            raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param="tools")
+        name = f"R{self._count}" if terminal else f"r{self._count}"
+        self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
+        return name
+
+    def schema(self, schema: Mapping[str, Any] | bool, *, exact: bool = True) -> str:
+        """Match a JSON value. exact: as in `json_schema_part`"""
+        return self.rule(json_schema_part(schema, exact=exact))
+
+    def text_until(self, end: str, *, without: str = "") -> str:
+        """Match any text up to and including the first `end`. without: a regex that matches nowhere in the text"""
+        if self.is_special(end):
+            return f"{self.text()} {self.literal(end)}"
+        text = ANY_TEXT
+        if without:
+            pattern = without.replace("/", r"\/")
+            text = self.rule(f"{ANY_TEXT} & ~/(.|\\n)*({pattern})(.|\\n)*/", terminal=True)
+        return self.rule(f"{text} {self.literal(end)}", lazy=True)
+
+    def matching_until(self, regex: str, end: str, without: Sequence[str]) -> str:
+        """Match a text that matches `regex` and contains none of `without`, and then `end`."""
+        banned = "|".join(map(_regex_escape, without))
+        allowed = self.rule(f"{between_slashes(f'({regex})')} & ~/(.|\\n)*({banned})(.|\\n)*/", terminal=True)
+        return self.rule(f"{allowed} {quoted(end)}", lazy=True)
+
+    def text(self) -> str:
+        """Match any text without special tokens, also the empty text."""
+        return self.rule(ANY_TEXT, terminal=True)
+
+    def text_without(self, stops: Sequence[str]) -> str:
+        """Match any text that contains none of `stops`."""
+        plain = [stop for stop in stops if not self.is_special(stop)]
+        if not plain:
+            return self.text()
+        pattern = "|".join(_regex_escape(stop) for stop in plain)
+        return self.rule(f"{ANY_TEXT} & ~/(.|\\n)*({pattern})(.|\\n)*/", terminal=True)
+
+    def finish(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", *self.rules])
+
+
+def between_slashes(regex: str) -> str:
+    """Return a client's regex as a terminal of a Lark grammar."""
+    lark = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"\\.|/|\n", lambda piece: lark.get(piece[0], piece[0]), ascii_classes(regex), flags=re.S) + "/"
+
+
+def _regex_escape(text: str) -> str:
+    """Escape a text for a regex between slashes."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")
+
+
+def one_of(options: Sequence[str]) -> str:
+    return "(" + " | ".join(options) + ")" if len(options) > 1 else options[0]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from jaxserve.grammar.matcher import MatcherFactory
-from jaxserve.grammar.schema.char_classes import ascii_classes
 from jaxserve.grammar.structural import structural_tag_spec
 from jaxserve.grammar.tools import GrammarTool
+from jaxserve.grammar.translate import ascii_classes
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import GrammarSpec
 from tests.grammar.test_grammar_tools import grammar

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.gbnf import gbnf_to_lark
 from jaxserve.grammar.matcher import MatcherFactory
-from jaxserve.grammar.translate import grammar_spec
+from jaxserve.grammar.translate import gbnf_to_lark, grammar_spec
 from jaxserve.text.tokenizer import Tokenizer
 from tests.grammar.test_matcher import feed
 

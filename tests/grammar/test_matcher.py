@@ -13,9 +13,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE, Unigram
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.bitmask import BitmaskFiller
-from jaxserve.grammar.cache import CachedGrammar, GrammarCache
-from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
+from jaxserve.grammar.matcher import BitmaskFiller, CachedGrammar, GrammarCache, GrammarMatcher, MatcherFactory
 from jaxserve.grammar.translate import choice_spec, grammar_spec, schema_spec
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import GrammarSpec
