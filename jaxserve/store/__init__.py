@@ -1,5 +1,6 @@
 """The durable store: files, batches, responses, conversations and threads. No jax, no HTTP."""
 
+from jaxserve.store.directory import Disk
 from jaxserve.store.records import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
@@ -12,7 +13,6 @@ from jaxserve.store.records import (
     Page,
     TokenCounts,
 )
-from jaxserve.store.sqlite.disk import Disk
 from jaxserve.store.store import Store, Upload
 from jaxserve.store.threads import ThreadLimits
 from jaxserve.store.validation import BATCH_LINE, BatchLine, Validation, Validator, normalize_url

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from jaxserve.errors import ConflictError, InvalidValueError, NotFoundError, StoreDamagedError
+from jaxserve.store.database import DAMAGED
 from jaxserve.store.files import OWNED, insert_file, select_page
 from jaxserve.store.records import (
     EDGES,
@@ -27,7 +28,6 @@ from jaxserve.store.records import (
     Page,
     TokenCounts,
 )
-from jaxserve.store.sqlite.integrity import DAMAGED
 
 IDEMPOTENCY_SECONDS = 48 * 3600
 

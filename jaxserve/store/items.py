@@ -10,10 +10,9 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 
 from jaxserve.errors import InvalidValueError, NotFoundError, StoreDamagedError
+from jaxserve.store.database import DAMAGED
 from jaxserve.store.files import OWNED
-from jaxserve.store.records import ListQuery, Page
-from jaxserve.store.response_records import MAX_HISTORY_BYTES, ConversationRecord, History, StoredItem
-from jaxserve.store.sqlite.integrity import DAMAGED
+from jaxserve.store.records import MAX_HISTORY_BYTES, ConversationRecord, History, ListQuery, Page, StoredItem
 
 INPUT, OUTPUT, ITEM = "input", "output", "item"
 _COLUMNS = "id, owner, created_at, metadata, bytes"

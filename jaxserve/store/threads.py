@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.errors import ThreadError, ThreadNotFoundError
+from jaxserve.store.database import Database
 from jaxserve.store.files import OWNED
-from jaxserve.store.response_records import MAX_HISTORY_BYTES
-from jaxserve.store.sqlite.database import Database
+from jaxserve.store.records import MAX_HISTORY_BYTES
 
 SWEEP_THREADS = 50  # removed in one transaction, so that no write waits long
 _PARAM = "thread.previous_message_id"

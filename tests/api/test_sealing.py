@@ -8,7 +8,7 @@ import pytest
 from jaxserve.api.shared.sealing import MAX_TEXT_BYTES, Seal, sealing_key
 from jaxserve.errors import ConfigError
 from jaxserve.store import Store
-from jaxserve.store.sqlite.directory import SEALING_KEY, remove
+from jaxserve.store.directory import SEALING_KEY, remove
 
 
 def test_a_sealed_text_opens_only_as_it_was_sealed() -> None:

@@ -29,7 +29,7 @@ from jaxserve.client.processes import supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.store import Store
-from jaxserve.store.response_records import ResponseStatus
+from jaxserve.store.records import ResponseStatus
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import FinishReason
 from tests.client.test_async_engine import HandLink

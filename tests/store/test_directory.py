@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.store import Store
-from jaxserve.store.sqlite.directory import MARK, remove
+from jaxserve.store.directory import MARK, remove
 from tests.store.helpers import content, upload
 
 

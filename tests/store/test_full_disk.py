@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.errors import ConfigError, DiskFullError, StorageError
 from jaxserve.store import Disk, Store
-from jaxserve.store.sqlite.database import LOG_PAGES, PAGE_BYTES, Database
+from jaxserve.store.database import LOG_PAGES, PAGE_BYTES, Database
 from tests.store.disks import FailingDisk
 from tests.store.helpers import new_batch
 

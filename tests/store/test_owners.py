@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.errors import ConfigError, InvalidValueError, NotFoundError
 from jaxserve.store import FileRecord, NewBatch, Store, files
-from jaxserve.store.sqlite.schema import SCHEMA_VERSION
+from jaxserve.store.database import SCHEMA_VERSION
 from tests.store.disks import FailingDisk
 from tests.store.helpers import DAY, ENDPOINT
 

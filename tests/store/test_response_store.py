@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 from jaxserve.errors import HTTPError, InvalidValueError, NotFoundError, QueueFullError, StorageError
-from jaxserve.store import Store, response_records, response_store, responses
-from jaxserve.store.records import ListQuery
-from jaxserve.store.response_records import History, NewResponse, ResponseStatus, StoredItem
-from jaxserve.store.response_store import ResponseStore
-from jaxserve.store.sqlite.schema import SCHEMA_VERSION
+from jaxserve.store import Store, records, responses
+from jaxserve.store import responses as response_store
+from jaxserve.store.database import SCHEMA_VERSION
+from jaxserve.store.records import History, ListQuery, NewResponse, ResponseStatus, StoredItem
+from jaxserve.store.responses import ResponseStore
 from tests.store.disks import FailingDisk
 from tests.store.helpers import DAY, FakeClock
 
@@ -110,7 +110,7 @@ def test_a_chain_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> No
             await add(kept, name, previous)
         with refused(InvalidValueError, "is 3 long", "previous_response_id"):
             await kept.chain("c", owner="")
-        large = item("large", response_records.MAX_HISTORY_BYTES)
+        large = item("large", records.MAX_HISTORY_BYTES)
         await add(kept, "d", input=(large,))
         with refused(InvalidValueError, "at most 33554432", "previous_response_id"):
             await kept.chain("d", owner="")
@@ -220,7 +220,7 @@ def test_conversations(store: Store) -> None:
             await kept.get_item(made.id, "i1", owner="")
         assert (await kept.set_metadata(made.id, {"c": "d"}, owner="")).metadata == {"c": "d"}
         with refused(InvalidValueError, "at most", "items"):
-            await kept.add_items(made.id, [item("big", response_records.MAX_HISTORY_BYTES)], owner="")
+            await kept.add_items(made.id, [item("big", records.MAX_HISTORY_BYTES)], owner="")
         await kept.delete_conversation(made.id, owner="")
         with refused(NotFoundError, "not found"):
             await kept.get_conversation(made.id, owner="")
@@ -229,7 +229,7 @@ def test_conversations(store: Store) -> None:
 
 
 def test_what_a_request_refers_to_is_bounded(store: Store) -> None:
-    half = item("half", response_records.MAX_HISTORY_BYTES // 2 + 1)
+    half = item("half", records.MAX_HISTORY_BYTES // 2 + 1)
 
     async def work(kept: ResponseStore) -> None:
         await add(kept, "a", input=(half, item("i0")))

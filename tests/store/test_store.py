@@ -13,10 +13,8 @@ import pytest
 
 from jaxserve.errors import ConfigError, StorageError
 from jaxserve.store import BatchStatus, LineResult, Store
-from jaxserve.store.sqlite.database import LeaseLostError
-from jaxserve.store.sqlite.directory import remove
-from jaxserve.store.sqlite.disk import Disk
-from jaxserve.store.sqlite.schema import SCHEMA_VERSION
+from jaxserve.store.database import SCHEMA_VERSION, LeaseLostError
+from jaxserve.store.directory import Disk, remove
 from tests.store.disks import FailingDisk
 from tests.store.helpers import content, new_batch, upload
 from tests.store.test_response_store import VERSION_2

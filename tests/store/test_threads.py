@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.errors import StorageError, ThreadError, ThreadNotFoundError
 from jaxserve.store import Store, ThreadLimits, threads
-from jaxserve.store.sqlite.schema import SCHEMA_VERSION
+from jaxserve.store.database import SCHEMA_VERSION
 from jaxserve.store.threads import ThreadStore
 from tests.store.disks import FailingDisk
 from tests.store.helpers import FakeClock

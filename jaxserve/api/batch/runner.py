@@ -11,7 +11,7 @@ from jaxserve.api.batch.job import BatchJob, BatchSettings
 from jaxserve.api.batch.request_window import RequestWindow
 from jaxserve.errors import HTTPError, StorageError, StoreDamagedError
 from jaxserve.store import BatchError, BatchRecord, NewBatch, Store
-from jaxserve.store.sqlite.database import LeaseLostError
+from jaxserve.store.database import LeaseLostError
 
 SWEEP_SECONDS = 60.0
 CRASH_DELAY = 5.0  # seconds until a batch is retried after an internal error

@@ -32,9 +32,9 @@ from jaxserve.errors import (
     StorageError,
     StoreDamagedError,
 )
-from jaxserve.store.response_records import NewResponse, ResponseRecord, ResponseStatus, StoredItem
-from jaxserve.store.response_store import ResponseStore, Whole
-from jaxserve.store.sqlite.database import LeaseLostError
+from jaxserve.store.database import LeaseLostError
+from jaxserve.store.records import NewResponse, ResponseRecord, ResponseStatus, StoredItem
+from jaxserve.store.responses import ResponseStore, Whole
 
 QUEUE_DELAY = 5.0  # seconds until the queue is read again after an internal error
 

@@ -11,7 +11,7 @@ from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.answers import Answer
 from jaxserve.api.protocol.common import Body
 from jaxserve.api.responses.protocol import InputItem
-from jaxserve.store.response_records import ConversationRecord, StoredItem
+from jaxserve.store.records import ConversationRecord, StoredItem
 
 MAX_NEW_ITEMS = 20
 

@@ -27,9 +27,8 @@ from jaxserve.api.responses.input_items import ItemReader
 from jaxserve.api.responses.protocol import InputItem
 from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import server_state
-from jaxserve.store.records import ListQuery, Page
-from jaxserve.store.response_records import StoredItem
-from jaxserve.store.response_store import ResponseStore
+from jaxserve.store.records import ListQuery, Page, StoredItem
+from jaxserve.store.responses import ResponseStore
 
 PATH = "/v1/conversations"
 

@@ -12,8 +12,8 @@ import orjson
 
 from jaxserve.api.batch.pause import StoragePause
 from jaxserve.errors import StorageError
-from jaxserve.store.response_records import ResponseRecord
-from jaxserve.store.response_store import ResponseStore
+from jaxserve.store.records import ResponseRecord
+from jaxserve.store.responses import ResponseStore
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ from jaxserve.api.shared.body_cost import LARGE_BYTES
 from jaxserve.api.shared.keys import Caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.errors import InvalidValueError, NotFoundError
-from jaxserve.store.response_records import History, NewResponse, ResponseStatus, StoredItem
+from jaxserve.store.records import History, NewResponse, ResponseStatus, StoredItem
 
 
 @dataclass(frozen=True)

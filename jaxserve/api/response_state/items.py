@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from jaxserve.api.responses.protocol import InputItem
-from jaxserve.store.response_records import StoredItem
+from jaxserve.store.records import StoredItem
 
 _PREFIXES = {
     "message": "msg",

@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from jaxserve.api.response_state.items import stored_output
-from jaxserve.store.response_records import NewResponse, ResponseStatus
-from jaxserve.store.response_store import ResponseStore
+from jaxserve.store.records import NewResponse, ResponseStatus
+from jaxserve.store.responses import ResponseStore
 
 Json = dict[str, Any]
 

@@ -32,7 +32,7 @@ from jaxserve.api.responses.protocol import ResponsesRequest
 from jaxserve.api.responses.task import EarlierItems, ResponseName, input_messages, responses_task
 from jaxserve.api.shared.keys import Caller, caller_of
 from jaxserve.api.shared.state import ServerState, server_state
-from jaxserve.store.response_records import NewResponse
+from jaxserve.store.records import NewResponse
 
 router = APIRouter()
 

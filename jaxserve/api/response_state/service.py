@@ -14,7 +14,7 @@ from jaxserve.api.response_state.background import BackgroundRunner, BackgroundS
 from jaxserve.api.response_state.locks import ConversationLocks
 from jaxserve.api.responses.answer import Keeper
 from jaxserve.api.shared.state import ServerState
-from jaxserve.store.response_store import ResponseStore
+from jaxserve.store.responses import ResponseStore
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from jaxserve.api.shared.body_cost import LARGE_BYTES
 from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import ServerState, server_state
 from jaxserve.errors import InvalidValueError
-from jaxserve.store.records import ListQuery, Page
-from jaxserve.store.response_records import ResponseRecord, StoredItem
+from jaxserve.store.records import ListQuery, Page, ResponseRecord, StoredItem
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]

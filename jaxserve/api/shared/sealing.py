@@ -11,7 +11,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from jaxserve.errors import ConfigError
-from jaxserve.store.sqlite.directory import SEALING_KEY, TMP
+from jaxserve.store.directory import SEALING_KEY, TMP
 
 MAX_TEXT_BYTES = 4 * 2**20  # of one sealed text
 _VERSION = b"\x01"

@@ -25,8 +25,8 @@ from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.store import BATCH_LINE, BatchRecord, NewBatch, Store, Validation, Validator, normalize_url
+from jaxserve.store.directory import FILES, remove
 from jaxserve.store.jsonl import read_lines
-from jaxserve.store.sqlite.directory import FILES, remove
 
 UNLIMITED_SECONDS = 100 * 365 * 24 * 3600  # completion window
 UNLIMITED_REQUESTS = 10**9  # only a digest of each id is kept in memory
