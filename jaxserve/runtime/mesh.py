@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.moe.choices import kernels_of
+from jaxserve.ops.moe import kernels_of
 from jaxserve.runtime.compilation.attention_sizes import has_triton
 from jaxserve.system import NVIDIA_DRIVER, install_command
 

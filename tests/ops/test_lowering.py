@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, Heads
-from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
-from jaxserve.ops.paged_attention.mosaic_scaled import CONCATENATES
+from jaxserve.ops.paged_attention.mosaic_gpu import CONCATENATES, MosaicGpuBackend
 from jaxserve.ops.paged_attention.sharded import MeshAttention, head_partition
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend

@@ -21,8 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.layers import GatedActivation
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops.linear import ExpertKernels, TpuExperts, TritonExperts
-from jaxserve.ops.moe import Chosen, ExpertWeights, moe
-from jaxserve.ops.moe.choices import kernels_of
+from jaxserve.ops.moe import Chosen, ExpertWeights, kernels_of, moe
 from jaxserve.ops.quantized import Quantized
 from tests.quick import QUICK, QUICK_FLAGS
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.moe.choices import kernels_of
+from jaxserve.ops.moe import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.ops.paged_attention.mosaic_gpu import PageScalesLayout
 from jaxserve.ops.paged_attention.native import NativeBackend
-from jaxserve.ops.paged_attention.page_scales import PageScalesLayout
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import Products, TpuExperts, TritonExperts
-from jaxserve.ops.moe.choices import kernels_of
+from jaxserve.ops.moe import kernels_of
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, backend_names, get_backend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages

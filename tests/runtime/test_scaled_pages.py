@@ -27,7 +27,7 @@ from jaxserve.models.config import AttentionLayer
 from jaxserve.models.layers import Cache
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.structure import ModelStructure
-from jaxserve.ops.paged_attention import Heads, mosaic_scaled
+from jaxserve.ops.paged_attention import Heads, mosaic_gpu
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
 from jaxserve.runtime import kv_cache
@@ -217,7 +217,7 @@ def test_pages_are_moved_with_their_scales(served: Served) -> None:
 def test_a_backend_that_this_jax_cannot_compile_for_8_bit_pages_says_so(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mosaic_scaled, "CONCATENATES", False)
+    monkeypatch.setattr(mosaic_gpu, "CONCATENATES", False)
     layer = AttentionLayer(8, 4, 64, 0.125)
     for dtype in (INT8, FP8):
         with pytest.raises(ConfigError, match="'mosaic_gpu' needs jax 0"):

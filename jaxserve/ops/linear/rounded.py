@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -36,31 +35,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.ops.linear.tpu_layout import multiply_as_kept
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import GROUP_NUMBERS, TILE_OUTPUTS, Quantized, Rounded, sum_dtype
 
 FEW_ROWS = 128  # rows of x up to which 8-bit products are no faster
-GROUP_NUMBERS = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
-TILE_OUTPUTS = 128  # outputs of a weight in groups are a multiple
 _MAX_DEPTH = 2**17  # of K: the sum of so many products of int8 fits in int32
 _LEAST = 1e-30  # of a maximum, so that the reciprocal of no scale is infinite
 _LIMITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 Device = Literal["gpu", "hopper", "tpu"]  # gpu: NVIDIA's of compute capability 8.9 or more, but 9.0
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rounded:
-    """Rows in 8 bits: values int8 or float8_e4m3fn [T, K], scales float32 [T, 1] or [T, groups of K]."""
-
-    values: jax.Array
-    scales: jax.Array
-
-    def astype(self, dtype: DTypeLike) -> jax.Array:
-        """Return the numbers [T, K] in `dtype`, rounded from float32."""
-        grouped = self.values.astype(jnp.float32).reshape(*self.scales.shape, -1)
-        return (grouped * self.scales[..., None]).reshape(self.values.shape).astype(dtype)
 
 
 def rounds_form(dtype: DTypeLike, group: int, depth: int, device: Device, *, zeros: bool) -> bool:
@@ -132,8 +115,3 @@ def _by_row(x: Rounded, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
     """Multiply where rows and outputs have one scale each."""
     sums = lax.dot_general(x.values, w.values, _CONTRACT_LAST, preferred_element_type=sum_dtype(w.values.dtype))
     return (sums.astype(jnp.float32) * x.scales * w.scales.T).astype(out_dtype)
-
-
-def sum_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Return in what products of values of this dtype are summed."""
-    return jnp.int32 if dtype == jnp.int8 else jnp.float32

@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jaxserve.ops.linear.rounded import GROUP_NUMBERS, TILE_OUTPUTS, Rounded, sum_dtype
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import GROUP_NUMBERS, TILE_OUTPUTS, Quantized, Rounded, sum_dtype
 
 _STAGES = 4
 _SWIZZLE = 128  # bytes

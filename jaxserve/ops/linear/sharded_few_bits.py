@@ -19,8 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxserve.ops.linear.rounded import Rounded
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import Quantized, Rounded
 
 Product = Callable[..., jax.Array]  # of x, w and a dtype, on one device
 _Axes = str | tuple[str, ...] | None

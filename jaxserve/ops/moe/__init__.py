@@ -16,19 +16,26 @@ every row with every expert.
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import ExpertKernels, GroupedProduct, TpuExperts, TritonExperts
 from jaxserve.ops.moe.choices import Choices, Chosen
 from jaxserve.ops.moe.experts import Activation, ExpertWeights
 from jaxserve.ops.quantized import Quantized
 from jaxserve.ops.sums import sum_in_order
+
+logger = logging.getLogger(__name__)
+_AUTO = "use runtime.experts: auto"
 
 ChoicesFunction = Callable[[jax.Array, Choices, ExpertWeights], jax.Array]  # x [T, D] -> weighted [M, D]
 RowsFunction = Callable[[jax.Array, jax.Array, ExpertWeights], jax.Array]  # sorted rows [M, D], sizes [E] -> [M, D]
@@ -197,3 +204,25 @@ def _expert(x: jax.Array, w: ExpertWeights, activation: Activation) -> jax.Array
         y = y + w.gate_up_bias.astype(x.dtype)[None]
     out = lax.dot_general(activation(y[:, :, 0], y[:, :, 1]), w.down.astype(x.dtype), (((1,), (1,)), ((), ())))
     return out if w.down_bias is None else out + w.down_bias.astype(x.dtype)[None]
+
+
+def kernels_of(name: str, platform: str) -> Literal["auto", "xla", "triton", "tpu"]:
+    """Return the kernels that `runtime.experts` names, on a platform ("cpu", "gpu" or "tpu"). See `Products.experts`.
+
+    "auto" takes Triton's on a GPU, if this jax has them, and the kernel of a TPU there. Raises ConfigError if
+    "triton" cannot run here.
+    """
+    if name == "auto" and platform == "tpu":
+        return "tpu"
+    if name == "xla" or (name == "auto" and platform != "gpu"):
+        return name  # type: ignore[return-value]
+    if platform != "gpu":
+        raise ConfigError(f"runtime.experts {name!r} runs on gpu only, and this is {platform}", fix=_AUTO)
+    try:
+        importlib.import_module("jaxserve.ops.moe.triton")
+    except ImportError as error:
+        if name == "auto":
+            logger.warning("runtime.experts 'triton' cannot be loaded with this jax: %s; xla serves instead", error)
+            return "xla"
+        raise ConfigError(f"runtime.experts {name!r} cannot be loaded with this jax: {error}", fix=_AUTO) from error
+    return "triton"

@@ -14,11 +14,21 @@ A program has two warpgroups. The memory warpgroup copies K and V of a tile, pag
 Pages of 8 bits are copied as they are, and the scales of a page's tokens with them. The compute warpgroup converts the
 values of a tile to q's dtype, which is exact, and writes them to shared memory for wgmma. The scales multiply the
 scores and the weights, which are fewer numbers than K and V.
+
+What the Mosaic kernel of attention does for pages of 8 bits: shared memory, conversion and scales of a tile.
+
+A tile's values are converted on their way from the stages to one tile in q's dtype, from which wgmma multiplies.
+
+The layout of pages whose scales are contiguous: those of a page's tokens, for one head.
+
+Values have the interleaved layout. Scales are [P, 1, 2 * KH, page_size], or [P, 1, KH, page_size] if V is K, so that a
+kernel can copy a page's scales of a head as one block.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,12 +39,80 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.paged_attention import mosaic_scaled
-from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec
-from jaxserve.ops.paged_attention.page_scales import PageScalesLayout
+from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout, split_slots
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages, is_scaled
 from jaxserve.ops.paged_attention.split_kv import LOG2E, PROGRAMS, LayerPages, join_splits, num_splits
+
+CONCATENATES = jax.__version_info__ >= (0, 11)  # whether Mosaic joins arrays in registers
+COPY_ALIGN = 128  # bytes: where the tensor memory accelerator may write in shared memory
+
+
+def scales_in_flight(stages: int, pages: int, kept: int, page_size: int) -> Any:
+    """Return the shared memory of scales, float32 [stages, pages of a tile, rows, page_size].
+
+    A page has at least the rows that make COPY_ALIGN bytes. Those after the `kept` ones of K and V are not used.
+    """
+    rows = max(kept, COPY_ALIGN // (4 * page_size))
+    return plgpu.SMEM((stages, pages, rows, page_size), jnp.float32)
+
+
+def widen(tile, wide) -> None:
+    """Convert the values of a tile, int8 or E4M3 [tile, D] in shared memory, to those of `wide`. Exact."""
+    values = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)  # pyright: ignore[reportCallIssue]
+    if values.dtype != jnp.int8:  # E4M3 becomes bfloat16 by way of float32
+        values = values.astype(jnp.float32)
+    wide[...] = values.astype(wide.dtype)
+    plgpu.commit_smem()
+
+
+def column_scales(pages, row: int, first: jax.Array, is_live: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return the scales float32 [tile] of K (row 0) or V, one for each column of wgmma's result.
+
+    pages: a stage of `scales_in_flight`. first: the place of the tile's first token in the context, int32 [].
+    A token that is not live has 0: its page may hold another request's NaN.
+    """
+    num_pages, _, page_size = pages.shape
+    by_column = plgpu.Layout.WGMMA.reduce(0)
+    parts = [plgpu.load(pages.at[page, row], layout=by_column) for page in range(num_pages)]  # pyright: ignore[reportCallIssue]
+    place = first + plgpu.broadcasted_iota(jnp.int32, (num_pages * page_size,), 0, layout=by_column)
+    return jnp.where(is_live(place), jnp.concatenate(parts), 0.0)
+
+
+class PageScalesLayout(InterleavedLayout):
+    """See the module docstring. Wide pages are `InterleavedLayout`'s."""
+
+    def scale_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        return num_pages, 1, num_kv_heads if latent else 2 * num_kv_heads, page_size
+
+    def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
+        """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
+        if not isinstance(cache, ScaledPages):
+            return super().write(cache, k, v, slot_mapping)
+        tokens, kv_heads, head_dim = k.shape
+        once = cache.shape[2] == kv_heads
+        rows = k if once else jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim)
+        new = ScaledPages.of(rows, cache.dtype)
+        page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[1])
+        values = cache.values.at[page, offset].set(new.values, mode="drop", unique_indices=True)
+        scales = cache.scales.at[page, 0, :, offset].set(new.scales[..., 0], mode="drop", unique_indices=True)
+        return ScaledPages(values, scales)
+
+    def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
+        """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
+        return _turned(super().export_pages(cache, page_ids, num_kv_heads))
+
+    def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
+        """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
+        return super().import_pages(cache, page_ids, _turned(pages))
+
+
+def _turned(pages: Pages) -> Pages:
+    """Exchange the axes 1 and 3 of scales: [n, 1, 2 * KH, page_size] and [n, page_size, 2 * KH, 1]."""
+    return ScaledPages(pages.values, pages.scales.swapaxes(1, 3)) if isinstance(pages, ScaledPages) else pages
+
 
 ROWS = 64  # rows of a wgmma
 HEAD_ALIGN = 8  # rows of q in shared memory are padded to a multiple of this
@@ -57,7 +135,7 @@ class MosaicTuning:
         From two stages on pages of 8 bits need no more, but for their scales: half the bytes in flight, and one tile.
         """
         rows = 2 * self.stages * self.tile + 2 * ROWS
-        scales = self.stages * self.tile // HEAD_ALIGN * mosaic_scaled.COPY_ALIGN
+        scales = self.stages * self.tile // HEAD_ALIGN * COPY_ALIGN
         return 2 * (rows * head_dim + ROWS * self.tile) + 4 * ROWS + scales
 
 
@@ -86,7 +164,7 @@ class MosaicGpuBackend(PageScalesLayout):
         self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
     ) -> tuple[int, ...]:
         """See `PageScalesLayout`. Raises ConfigError if jax cannot compile the kernel for them."""
-        _require(mosaic_scaled.CONCATENATES, "jax 0.11 or newer, and Python 3.12, for pages of 8 bits")
+        _require(CONCATENATES, "jax 0.11 or newer, and Python 3.12, for pages of 8 bits")
         return super().scale_shape(num_pages, page_size, num_kv_heads, latent=latent)
 
     def attend(
@@ -159,7 +237,7 @@ def _attend_blocks(
     stored, scaled = layer.cache.dtype, isinstance(layer.cache, ScaledPages)
     in_flight = plgpu.SMEM((stages, tile, head_dim), stored, transforms=_tiled(head_dim, stored))
     wide = plgpu.SMEM((tile, head_dim), dtype, transforms=tiled)
-    scales = mosaic_scaled.scales_in_flight(stages, page_copies, layer.cache.shape[2] // kv_heads, page_size)
+    scales = scales_in_flight(stages, page_copies, layer.cache.shape[2] // kv_heads, page_size)
     body = functools.partial(_kernel, spec=layer.spec, splits=splits, group=group if size > 1 else ROWS)
     kernel = plgpu.kernel(
         body if scaled else lambda q, kv, *refs, **scratch: body(q, kv, None, *refs, **scratch),
@@ -250,7 +328,7 @@ def _kernel(  # noqa: C901  three warpgroups of one kernel
         """Return the tile of a stage, an int32 [], in q's dtype, in shared memory. Pages of 8 bits share one."""
         if scales_ref is None:
             return tiles.at[slot]
-        mosaic_scaled.widen(tiles.at[slot], wide_smem)
+        widen(tiles.at[slot], wide_smem)
         return wide_smem
 
     def is_live(place: jax.Array) -> jax.Array:
@@ -263,7 +341,7 @@ def _kernel(  # noqa: C901  three warpgroups of one kernel
         if scales_ref is None:
             return numbers
         first = (begin + step) * tile
-        scales = mosaic_scaled.column_scales(scales_smem.at[lax.rem(step, stages)], row, first, is_live)
+        scales = column_scales(scales_smem.at[lax.rem(step, stages)], row, first, is_live)
         return numbers * lax.broadcast_in_dim(scales, numbers.shape, [1])
 
     @pl.when(lax.axis_index("warpgroup") == 1)

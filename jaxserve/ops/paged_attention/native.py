@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.ops import native
 from jaxserve.ops.paged_attention.ragged import Rows
-from jaxserve.ops.paged_attention.xla import XlaBackend
-from jaxserve.ops.paged_attention.xla_tiles import TiledLayer
+from jaxserve.ops.paged_attention.xla import TiledLayer, XlaBackend
 
 
 @dataclass(frozen=True)

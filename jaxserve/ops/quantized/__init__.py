@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+GROUP_NUMBERS = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
+TILE_OUTPUTS = 128  # outputs of a weight in groups are a multiple
+
 BLOCK = 32  # numbers whose 4-bit values are packed together; a group has a multiple of it, or of int8 16 numbers
 MIDDLE = 8  # the zero of 4-bit values without zeros
 
@@ -106,3 +109,22 @@ def powers(exponents: jax.Array) -> jax.Array:
     """Return 2^(e - 127) of exponents uint8 [...] -> float32 [...]. e = 0 gives the subnormal number 2^-127."""
     bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded:
+    """Rows in 8 bits: values int8 or float8_e4m3fn [T, K], scales float32 [T, 1] or [T, groups of K]."""
+
+    values: jax.Array
+    scales: jax.Array
+
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        """Return the numbers [T, K] in `dtype`, rounded from float32."""
+        grouped = self.values.astype(jnp.float32).reshape(*self.scales.shape, -1)
+        return (grouped * self.scales[..., None]).reshape(self.values.shape).astype(dtype)
+
+
+def sum_dtype(dtype: DTypeLike) -> DTypeLike:
+    """Return in what products of values of this dtype are summed."""
+    return jnp.int32 if dtype == jnp.int8 else jnp.float32
