@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from examples.demo_model.stories import CHARACTERS, tell
 from jaxserve.library.dense import dense_attend
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.floors import measure_machine
-from jaxserve.models.loading.quantized.encode import encode
+from jaxserve.models.checkpoint.quantization import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe

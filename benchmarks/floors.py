@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import build
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import build
 from jaxserve.ops import native
 
 _READ_BYTES = 2**28  # several times any cache

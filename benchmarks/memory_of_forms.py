@@ -22,9 +22,9 @@ import psutil
 
 from jaxserve import Engine
 from jaxserve.config import Config
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import load_model
-from jaxserve.models.loading.structure import build
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.models.checkpoint.structure import build
 
 MIB = 2**20
 FORMS = {  # the dtype of what is not quantised, and ModelConfig.quantization

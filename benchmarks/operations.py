@@ -24,7 +24,7 @@ from benchmarks.beside_llamacpp.__main__ import FORMS, OUTPUT, PROMPT, engine_of
 from benchmarks.engine import random_prompt
 from benchmarks.floors import model_size
 from jaxserve import Engine, SamplingParams
-from jaxserve.models.loading.config.hf_config import read_config
+from jaxserve.models.checkpoint.hf_config import read_config
 
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ((?:\(.*?\)|\S+)) ([\w-]+)\((.*)$")
 _TARGET = re.compile(r'custom_call_target="(?:jaxserve_)?(\w+)"')

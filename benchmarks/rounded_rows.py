@@ -25,8 +25,8 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.compiled.programs import w8a8
 from benchmarks.divergence import FLOAT32, compared, log_probabilities, stories
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.ops.linear import Products, rounded
 from jaxserve.ops.quantized import Quantized
 

@@ -32,7 +32,7 @@ import orjson
 import jaxserve
 from jaxserve.api.app import create_app
 from jaxserve.config import Config
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.store import Store
 from jaxserve.types.messages import Add, ToEngine

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.loading.quantized.encode import encode
+from jaxserve.models.checkpoint.quantization import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products, Weight
 from jaxserve.ops.quantized import MIDDLE, Quantized

@@ -27,6 +27,8 @@ from typing import Any
 
 from jaxserve.errors import ModelLoadError
 
+DATA_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
+
 MAX_BYTES = 256 << 20  # per text file; the index of a checkpoint with 100,000 tensors has 10 MB, a tokenizer 30 MB
 MAX_TEMPLATE_BYTES = 256 << 10  # published templates have at most 20 kB; one of this size takes 2 s to compile
 GGUF_FILES = "*.[gG][gG][uU][fF]"  # a pattern

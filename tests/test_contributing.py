@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxserve.models.families.llama import LlamaForCausalLM
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, head_dim_or
+from jaxserve.models.checkpoint.read_config import Json, head_dim_or
 """
 BUILD_FAMILY = """
 import sys
@@ -26,8 +26,8 @@ families.__path__.append(sys.argv[1])
 
 import jax.numpy as jnp
 
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.structure import build
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.structure import build
 from tests.models.families import CASES
 
 config = from_hf(CASES["llama3"] | {"architectures": ["ExampleForCausalLM"]})

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.structure import LoadedModel, build
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.structure import LoadedModel, build
 from jaxserve.models.sharding import param_sharding
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.mesh import DeviceMesh

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.device_suite.kernels import machine_of
 from benchmarks.device_suite.models import PAGE, compile_cache, limits, model_directory
 from benchmarks.device_suite.rows import PROFILE, Bench, Row
-from jaxserve.models.loading.loader import random_model
+from jaxserve.models.checkpoint.loader import random_model
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import fit

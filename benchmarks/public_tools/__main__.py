@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxserve.errors import JaxserveError
 from jaxserve.library.dense import dense_logits
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import load_model
 
 TOLERANCE = 1e-4
 

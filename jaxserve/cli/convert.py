@@ -17,11 +17,11 @@ from jaxserve.cli.options.arguments import at_least
 from jaxserve.cli.plan import WEIGHT_DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
-from jaxserve.models.loading import orbax
-from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.hub import resolve
+from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.runtime.mesh import make_mesh
 
 

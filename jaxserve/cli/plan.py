@@ -28,12 +28,12 @@ from jaxserve.cli.options.arguments import at_least, positive
 from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
-from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
-from jaxserve.models.loading.config.hf_config import read_config_file
-from jaxserve.models.loading.converted import as_converted, is_converted
-from jaxserve.models.loading.file_formats.gguf_model import config_file
-from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.published_size import published_size
+from jaxserve.models.checkpoint.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
+from jaxserve.models.checkpoint.gguf import config_file
+from jaxserve.models.checkpoint.hf_config import read_config_file
+from jaxserve.models.checkpoint.hub import resolve
+from jaxserve.models.checkpoint.orbax_reader import as_converted, is_converted
+from jaxserve.models.checkpoint.published_size import published_size
 from jaxserve.runtime.runner_config import context_length, resolve_cache_dtype
 from jaxserve.runtime.shape_plan import ShapePlan, ShapePlanner, splits
 

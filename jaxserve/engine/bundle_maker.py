@@ -14,8 +14,8 @@ import jax
 from jaxserve.config import Config
 from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.loader import inspect
-from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
+from jaxserve.models.checkpoint.loader import inspect
+from jaxserve.models.checkpoint.structure import LoadedModel, ModelStructure, build
 from jaxserve.models.pooling import read_pooling
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime import memory

@@ -9,8 +9,8 @@ from pathlib import Path
 from jaxserve.config import Config
 from jaxserve.engine.reranking import has_raw_scores, is_regression, label_token_ids
 from jaxserve.model_files import gguf_file
+from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.models.pooling import PoolingConfig, is_embedder
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.model_runner import ModelRunner

@@ -27,14 +27,14 @@ from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import BitmaskFiller, MatcherFactory
+from jaxserve.models.checkpoint.chosen_form import choose_head, choose_quantization
+from jaxserve.models.checkpoint.gguf import config_file
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.hub import resolve
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model, random_model
+from jaxserve.models.checkpoint.quantization import read_quantization
+from jaxserve.models.checkpoint.read_config import embedding_prompt
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.chosen_form import choose_head, choose_quantization
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.config.stored_config import read_quantization
-from jaxserve.models.loading.embedding_files import embedding_prompt
-from jaxserve.models.loading.file_formats.gguf_model import config_file
-from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache

@@ -11,11 +11,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.decoder import AttendLayer
 from jaxserve.models.encoder import TextClassifier, Texts
 from jaxserve.models.layers import Cache
-from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, pool
 from jaxserve.ops.paged_attention import Heads
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.choices import KeepsChoices, take_choices
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, Embed, Linear, RMSNorm, RopeTable
+from jaxserve.models.moe import KeepsChoices, take_choices
 from jaxserve.models.rope import RopeConfig, rope_table
 from jaxserve.models.sharding import depth_axes
 from jaxserve.ops.linear import Products

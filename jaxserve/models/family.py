@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.checkpoint.read_config import Json
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.hf_keys import Json
 
 Fields = dict[str, Any]  # fields of ModelConfig by name
 

@@ -1,6 +1,10 @@
 """Mixture-of-experts feed-forward: router, experts, shared expert. ops/moe has the grouped matrix products.
 
 Scores, choice and weights are float32 whatever the model's dtype: rounding could turn a near tie into another expert.
+
+The routed experts of a forward pass: a module stores the ids it chose, and a caller may take them.
+
+If no caller takes them, they cost nothing: XLA removes what a program does not return.
 """
 
 from __future__ import annotations
@@ -9,12 +13,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.choices import KeepsChoices
 from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.layers import MLP, GatedActivation
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe
+
+
+class KeepsChoices(nnx.Module):
+    """A module that chooses experts, or that contains modules that do."""
+
+    choices: nnx.Intermediate
+
+    def keep_choices(self, choices: jax.Array) -> None:
+        """Store the chosen expert ids, int32 [T, K], or [T, L, K] for L layers. Replaces what was stored before."""
+        self.choices = nnx.Intermediate(choices)
+
+
+def take_choices(module: nnx.Module) -> jax.Array | None:
+    """Remove and return the expert ids stored on a module or below it. None if there are none."""
+    kept = jax.tree.leaves(nnx.pop(module, nnx.Intermediate))
+    return kept[0] if kept else None
+
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 

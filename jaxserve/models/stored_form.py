@@ -1,6 +1,6 @@
 """How a checkpoint stores its quantised linear layers: method, bits, group size, zero points.
 
-models/loading/config/stored_config.py reads it.
+models/checkpoint/quantization.py reads it.
 """
 
 from __future__ import annotations

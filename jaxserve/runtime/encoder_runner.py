@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.models.checkpoint.loader import LoadedModel
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.encoder import TextClassifier, Texts
-from jaxserve.models.loading.loader import LoadedModel
-from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, pool
 from jaxserve.ops.linear import Products
 from jaxserve.runtime import memory

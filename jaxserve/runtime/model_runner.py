@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import numpy as np
 
-from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import compiler, program_cache
 from jaxserve.runtime.compilation.late_compilation import LateCompilation, compiles_programs

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.models.choices import take_choices
 from jaxserve.models.decoder import CausalLM
+from jaxserve.models.moe import take_choices
 from jaxserve.models.pooling import normalized
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend, Heads

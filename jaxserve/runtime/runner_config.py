@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
+from jaxserve.models.checkpoint.read_config import text_limit
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.embedding_files import text_limit
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.models.rope import YarnScaling
 from jaxserve.runtime.pages.page_file import PageFileConfig

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products, Rounding, TpuExperts, TritonExperts

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxserve.models.checkpoint.structure import ModelStructure, build
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.structure import ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled

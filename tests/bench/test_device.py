@@ -26,8 +26,8 @@ from benchmarks.device_suite.models import MODELS
 from benchmarks.device_suite.rehearsal import LIMITS, bring_back
 from benchmarks.device_suite.rows import PROFILE, RESULTS, Bench, Options, Planned, Reporter, Results, Row
 from benchmarks.device_suite.steps import SECTIONS as STEPS
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import build
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import build
 from jaxserve.ops.paged_attention import get_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks.plan_configurations import configurations, plan
 from jaxserve.cli.main import main
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.converted import MANIFEST_NAME
-from jaxserve.models.loading.loader import load_model
-from jaxserve.models.loading.published_size import published_size
-from jaxserve.models.loading.structure import build
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.models.checkpoint.orbax_reader import MANIFEST_NAME
+from jaxserve.models.checkpoint.published_size import published_size
+from jaxserve.models.checkpoint.structure import build
 from tests.conftest import SharedData
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import ENCODERS

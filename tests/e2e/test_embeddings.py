@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import Engine, SamplingParams, launch_server
 from jaxserve.library.serving import RunningServer
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.models.pooling import read_pooling
 from tests.conftest import ONE_ROW, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_modules, write_words

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.quantized.quantized_leaves import by_parameter
+from jaxserve.models.checkpoint.quantization import by_parameter
 from jaxserve.ops.quantized import Quantized
 from tests.conftest import FEW_PAGES
 from tests.models.checkpoints import random_tensors, write_checkpoint

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import Engine, SamplingParams, launch_server
 from jaxserve.library.serving import RunningServer
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.text.tokenizer import Tokenizer
 from tests.api.fakes import DEMO
 from tests.conftest import ONE_ROW, SERVED, SMALL

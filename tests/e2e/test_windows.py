@@ -19,7 +19,7 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.factory import _restore_pages, _scheduler_config
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.runtime.kv_cache import group_window
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner

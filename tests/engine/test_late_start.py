@@ -9,7 +9,7 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine, locate
 from jaxserve.engine.server import BuiltEngine
-from jaxserve.models.loading.config.hf_config import read_config
+from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.compilation.late_compilation import num_threads
 from jaxserve.runtime.model_runner import ModelRunner

@@ -10,7 +10,7 @@ import tokenizers
 from jaxserve.config import Config
 from jaxserve.engine.reranking import has_raw_scores, is_regression, label_token_ids
 from jaxserve.errors import ConfigError, ModelLoadError
-from jaxserve.models.loading.config.hf_config import from_hf
+from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.pooling import is_embedder, read_pooling
 from jaxserve.text.tokenizer import Tokenizer
 from tests.api.fakes import DEMO

@@ -11,8 +11,8 @@ import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.loader import build
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import build
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.models.layers import Cache
-from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Heads, get_backend
 from jaxserve.ops.paged_attention.sharded import MeshAttention, head_partition
 from tests.quick import QUICK

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.config.hf_config import from_hf, read_config
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.models.pooling import is_embedder, read_pooling
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh

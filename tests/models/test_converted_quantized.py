@@ -11,10 +11,10 @@ import pytest
 
 from jaxserve.cli.main import main
 from jaxserve.errors import ConfigError, ModelLoadError
-from jaxserve.models.loading import orbax
-from jaxserve.models.loading.chosen_form import choose_quantization
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import LoadedModel, inspect, load_model
+from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.chosen_form import choose_quantization
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, inspect, load_model
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.test_fbgemm import FBGEMM, fbgemm
 from tests.models.test_quantize_at_load import LLAMA, load

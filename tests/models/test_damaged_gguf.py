@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.file_formats import gguf_blocks
-from jaxserve.models.loading.file_formats.gguf_file import read_gguf
-from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.loader import inspect
+from jaxserve.models.checkpoint import gguf as gguf_blocks
+from jaxserve.models.checkpoint.gguf import read_gguf
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.hub import resolve
+from jaxserve.models.checkpoint.loader import inspect
 from tests.models.test_gguf import FLOAT32, written
 from tests.models.test_quantize_at_load import load
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.embedding_files import embedding_prompt, text_limit
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.read_config import embedding_prompt, text_limit
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.text.tokenizer import Tokenizer
 from tests.models.checkpoints import write_modules, write_words

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config
+from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.models.checkpoint.structure import LoadedModel
 from jaxserve.models.encoder import Texts
-from jaxserve.models.loading.config.hf_config import from_hf, read_config
-from jaxserve.models.loading.loader import load_model
-from jaxserve.models.loading.structure import LoadedModel
 from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
 from tests.models.dense import dense_embedding, dense_hidden

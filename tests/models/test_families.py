@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, build, load_model
 from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
-from jaxserve.models.loading.config.hf_config import from_hf, read_config
-from jaxserve.models.loading.loader import LoadedModel, build, load_model
 from jaxserve.models.rope import LongRopeScaling, RopeConfig, YarnScaling
 from tests.models import paged
 from tests.models.checkpoints import write_checkpoint

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import build
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import build
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.dense import dense_logits
 from tests.models.test_quantize_at_load import load

@@ -21,14 +21,14 @@ from jaxserve.engine.factory import build_engine
 from jaxserve.errors import ConfigError, InvalidValueError, ModelLoadError
 from jaxserve.library.dense import dense_logits
 from jaxserve.model_files import check_local_model, gguf_parts
-from jaxserve.models.loading import part_reader
-from jaxserve.models.loading.chosen_form import choose_quantization
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.loader import LoadedModel, load_model
-from jaxserve.models.loading.published_size import published_size
-from jaxserve.models.loading.structure import build
-from jaxserve.models.loading.weight_sources import directory_source, source_of
+from jaxserve.models.checkpoint import loader
+from jaxserve.models.checkpoint.chosen_form import choose_quantization
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.hub import resolve
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.published_size import published_size
+from jaxserve.models.checkpoint.structure import build
+from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
 from jaxserve.models.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, inverse_frequencies
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.pages.page_file import fingerprint
@@ -143,7 +143,7 @@ def test_a_fused_weight_of_several_types(
     """Also with copies of kv heads, as for devices that share one, and a few rows at a time."""
     file, plain = written(tmp_path, "llama", "Q4_0", **others)
     assert_close_models(widened(load(file, "stored")), load(plain, "none"))
-    monkeypatch.setattr(part_reader, "PIECE", 3 * 64)
+    monkeypatch.setattr(loader, "PIECE", 3 * 64)
     config = read_config(file).for_tensor(4)
     assert config.kv_repeat == 2
     got = load_model(file, dtype=FLOAT32, config=config.replace(quantization="stored"))

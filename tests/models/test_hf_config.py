@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config, read_config_file
 from jaxserve.models.config import GenerationDefaults
-from jaxserve.models.loading.config.hf_config import from_hf, read_config, read_config_file
 from jaxserve.models.rope import Llama3Scaling, LongRopeScaling
 from jaxserve.runtime.runner_config import context_length
 from tests.models.checkpoints import TINY_LLAMA

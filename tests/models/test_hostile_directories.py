@@ -16,9 +16,9 @@ import pytest
 
 from jaxserve.errors import MAX_LOAD_MESSAGE, ConfigError, ModelLoadError
 from jaxserve.model_files import check_directory
-from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.hub import resolve
+from jaxserve.models.checkpoint.checkpoint import open_checkpoint
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.pooling import read_pooling
 from jaxserve.text.renderer import Renderer
 from jaxserve.text.stop import check_pattern

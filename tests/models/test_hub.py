@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading import hub
+from jaxserve.models.checkpoint import hub
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_only_data_files_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path
         asked.update(options, repo_id=repo_id)
         return str(tmp_path)
 
-    monkeypatch.setattr("jaxserve.models.loading.download.snapshot_download", download)
+    monkeypatch.setattr("jaxserve.models.checkpoint.download.snapshot_download", download)
     assert hub.resolve("owner/name", revision="v1") == tmp_path
     assert asked["repo_id"] == "owner/name" and asked["revision"] == "v1"
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in asked["allow_patterns"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from tests.models.dense import dense_logits
 
 MODELS = [

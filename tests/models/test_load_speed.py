@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxserve.models.loading import orbax
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.loader import build, load_model
+from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import build, load_model
 from tests.models.checkpoints import TINY_LLAMA, write_sharded
 
 BFLOAT16 = jnp.dtype("bfloat16")

@@ -13,10 +13,9 @@ from safetensors.numpy import save_file
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.library.dense import dense_logits
-from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
-from jaxserve.models.loading.orbax import convert
-from jaxserve.models.loading.part_reader import PartReader
+from jaxserve.models.checkpoint.checkpoint import open_checkpoint
+from jaxserve.models.checkpoint.loader import LoadedModel, PartReader, load_model, random_model
+from jaxserve.models.checkpoint.orbax import convert
 from tests.models import test_stored_form as integers
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
 from tests.models.test_quantization import BLOCK_FP8, quantize_blocks

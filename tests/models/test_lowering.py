@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.loader import build
-from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import build
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionSpec, Backend
 from jaxserve.ops.paged_attention.tpu import TpuBackend

@@ -11,10 +11,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading import orbax
-from jaxserve.models.loading.file_formats.zarr_array import open_array
-from jaxserve.models.loading.loader import load_model
-from jaxserve.models.loading.structure import LoadedModel
+from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.models.checkpoint.orbax_reader import open_array
+from jaxserve.models.checkpoint.structure import LoadedModel
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.models.loading.config.hf_config import from_hf
+from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.rope import LinearScaling, LongRopeScaling, RopeConfig, YarnScaling
 from tests.models.families import CASES, ENCODERS
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.loader import LoadedModel, load_model
-from jaxserve.models.loading.part_reader import PartReader
-from jaxserve.models.loading.quantization import decode_mxfp4, mxfp4_codes
+from jaxserve.models.checkpoint.checkpoint import open_checkpoint
+from jaxserve.models.checkpoint.loader import LoadedModel, PartReader, load_model
+from jaxserve.models.checkpoint.quantization import decode_mxfp4, mxfp4_codes
 from jaxserve.models.weights import Part
 from jaxserve.ops.quantized import Quantized
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint

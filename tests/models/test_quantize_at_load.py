@@ -18,12 +18,11 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError, ModelLoadError
-from jaxserve.models.loading import orbax
-from jaxserve.models.loading.chosen_form import choose_head
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import LoadedModel, build, load_model, random_model
-from jaxserve.models.loading.quantized.encode import encode
-from jaxserve.models.loading.quantized.quantized_leaves import by_parameter
+from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.chosen_form import choose_head
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, build, load_model, random_model
+from jaxserve.models.checkpoint.quantization import by_parameter, encode
 from jaxserve.models.sharding import param_sharding
 from jaxserve.ops.quantized import Quantized
 from tests.models import paged
@@ -163,7 +162,7 @@ def test_the_head_where_it_is_not_quantised_at_load(tmp_path: Path) -> None:
 def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA))
     whole = load(directory, "int4")
-    monkeypatch.setattr("jaxserve.models.loading.quantized.quantized_leaves.ENCODED_BYTES", 4 * 1000)
+    monkeypatch.setattr("jaxserve.models.checkpoint.quantization.ENCODED_BYTES", 4 * 1000)
     for one, other in zip(whole.leaves, load(directory, "int4").leaves, strict=True):
         np.testing.assert_array_equal(one, other)
 

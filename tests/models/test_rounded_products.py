@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.library.dense import dense_attend
-from jaxserve.models.loading.structure import LoadedModel
+from jaxserve.models.checkpoint.structure import LoadedModel
 from jaxserve.ops.linear import Products
 from jaxserve.ops.linear.rounded import FEW_ROWS
 from jaxserve.ops.quantized import Quantized

@@ -22,9 +22,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading import orbax
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.loader import build, load_model
+from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime.program_set import PROMPT_CHUNK
 from jaxserve.runtime.sampling.draw import CDF_LANES

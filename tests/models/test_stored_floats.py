@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading import orbax
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import LoadedModel, build, inspect, random_model
-from jaxserve.models.loading.weight_sources import directory_source, source_of
+from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, build, inspect, random_model
+from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from tests.models import paged

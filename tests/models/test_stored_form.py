@@ -16,11 +16,11 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine
 from jaxserve.errors import ConfigError, ModelLoadError
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.config.stored_config import read_stored_form
-from jaxserve.models.loading.loader import build, load_model
-from jaxserve.models.loading.published_size import published_size
-from jaxserve.models.loading.weight_sources import source_of
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import build, load_model
+from jaxserve.models.checkpoint.published_size import published_size
+from jaxserve.models.checkpoint.quantization import read_stored_form
+from jaxserve.models.checkpoint.weight_sources import source_of
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES

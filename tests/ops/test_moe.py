@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.quantized.encode import encode
+from jaxserve.models.checkpoint.quantization import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Chosen, ExpertWeights, _grouped_ragged_dot, _grouped_tiles, moe

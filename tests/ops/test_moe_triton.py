@@ -18,8 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.errors import ConfigError
+from jaxserve.models.checkpoint.quantization import encode
 from jaxserve.models.layers import GatedActivation
-from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops.linear import ExpertKernels, TpuExperts, TritonExperts
 from jaxserve.ops.moe import Chosen, ExpertWeights, kernels_of, moe
 from jaxserve.ops.quantized import Quantized

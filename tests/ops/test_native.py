@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.quantized.encode import encode
+from jaxserve.models.checkpoint.quantization import encode
 from jaxserve.ops import kernel_library as builder
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.quantized.encode import encode, pack
+from jaxserve.models.checkpoint.quantization import encode, pack
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe

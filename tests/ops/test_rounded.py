@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.quantized.encode import encode
+from jaxserve.models.checkpoint.quantization import encode
 from jaxserve.ops import kernel_library, native
 from jaxserve.ops.linear import Products
 from jaxserve.ops.native import Weight

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.loader import build
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import build
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, Heads, ProjectedHeads
 from jaxserve.ops.paged_attention.reference import ReferenceBackend

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig

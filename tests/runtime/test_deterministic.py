@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.loader import LoadedModel, load_model
-from jaxserve.models.loading.structure import build
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.structure import build
 from jaxserve.ops.linear import Products
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.mesh import DeviceMesh

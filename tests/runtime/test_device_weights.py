@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConflictError, InvalidValueError, ModelLoadError, WeightsLostError
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import LoadedModel, load_model
-from jaxserve.models.loading.weight_sources import directory_source, source_of
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
 from jaxserve.runtime.compilation.compiler import CompileCounter
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.weight_updates import tensor_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.runtime.compilation.buckets import EncodeBuckets
 from jaxserve.runtime.encoder_runner import EncoderRunner, longest_text

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.runtime import encoder_runner
 from jaxserve.runtime.compilation.compiler import Program

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.library.dense import dense_attend, dense_logits
-from jaxserve.models.choices import take_choices
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.moe import take_choices
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.types.extras import ExtraParams

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend

@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.config.hf_config import from_hf
+from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from tests.models.checkpoints import TINY_LLAMA
 

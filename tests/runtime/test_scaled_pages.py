@@ -23,10 +23,10 @@ import pytest
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.errors import ConfigError
 from jaxserve.library.dense import dense_attend
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import AttentionLayer
 from jaxserve.models.layers import Cache
-from jaxserve.models.loading.loader import LoadedModel, load_model
-from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.ops.paged_attention import Heads, mosaic_gpu
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages

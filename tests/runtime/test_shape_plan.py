@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.config.hf_config import from_hf
-from jaxserve.models.loading.loader import build
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import build
 from jaxserve.runtime.memory import Sizes, plan_memory
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.shape_plan import ShapePlan, ShapePlanner, splits

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.speculation.ngram import Drafter, NGramDrafter

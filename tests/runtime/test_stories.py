@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.types.sampling import SamplingParams

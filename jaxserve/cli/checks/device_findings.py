@@ -13,9 +13,9 @@ from jaxserve.config import Config
 from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import check_directory, local_directory
-from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.converted import is_converted
-from jaxserve.models.loading.loader import inspect
+from jaxserve.models.checkpoint.checkpoint import open_checkpoint
+from jaxserve.models.checkpoint.loader import inspect
+from jaxserve.models.checkpoint.orbax_reader import is_converted
 from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import compiler_options

@@ -17,10 +17,10 @@ import numpy as np
 from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.engine.core.serving_state import Mode, Tag
 from jaxserve.errors import InvalidValueError, JaxserveError, ServerError, WeightsLostError
-from jaxserve.models.loading.checkpoint import Checkpoint
-from jaxserve.models.loading.file_formats.safetensors_file import read_contents
-from jaxserve.models.loading.structure import ModelStructure
-from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, directory_source, source_of
+from jaxserve.models.checkpoint.checkpoint import Checkpoint
+from jaxserve.models.checkpoint.safetensors_file import read_contents
+from jaxserve.models.checkpoint.structure import ModelStructure
+from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source, source_of
 from jaxserve.runtime.weight_updates.device_weights import Place, Tick
 
 MAX_LABEL = 128  # characters

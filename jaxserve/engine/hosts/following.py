@@ -12,9 +12,9 @@ import jax
 
 from jaxserve.engine.hosts.leading import offer_of, with_sizes
 from jaxserve.errors import ConfigError, ServerError
-from jaxserve.models.loading.checkpoint import Checkpoint
-from jaxserve.models.loading.file_formats.safetensors_file import read_contents
-from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, directory_source
+from jaxserve.models.checkpoint.checkpoint import Checkpoint
+from jaxserve.models.checkpoint.safetensors_file import read_contents
+from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import InvalidValueError, ServerError
-from jaxserve.models.loading.structure import ModelStructure
-from jaxserve.models.loading.weight_sources import WeightSource
+from jaxserve.models.checkpoint.structure import ModelStructure
+from jaxserve.models.checkpoint.weight_sources import WeightSource
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights, Place, Tick

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.checkpoint.read_config import Json, head_labels, number, optional_integer
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.encoder import Encoder, TextClassifier, Texts
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, head_labels, number, optional_integer
 from jaxserve.models.layers import Linear
 from jaxserve.models.weights import param
 from jaxserve.ops.linear import Products

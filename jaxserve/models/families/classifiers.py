@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.models.checkpoint.read_config import Json, head_labels
 from jaxserve.models.families import gemma, llama
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, head_labels
 
 _NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}  # the plain name has a vision tower
 

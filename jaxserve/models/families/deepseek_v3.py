@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.checkpoint.read_config import Json, boolean, integer, number, optional_integer, rope_config
 from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, boolean, integer, number, optional_integer, rope_config
 from jaxserve.models.layers import AttendFn, Cache, Linear, RMSNorm, RopeTable
 from jaxserve.models.moe import feed_forward
 from jaxserve.models.rope import apply_rope

@@ -11,10 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import CausalLM, Layer, SandwichLayer
-from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import (
+from jaxserve.models.checkpoint.read_config import (
     Json,
     boolean,
     head_dim_or,
@@ -23,6 +20,9 @@ from jaxserve.models.hf_keys import (
     ropes_by_layer_type,
     windows_by_type,
 )
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import CausalLM, Layer, SandwichLayer
+from jaxserve.models.family import Family
 from jaxserve.models.rope import RopeConfig
 
 

@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.checkpoint.read_config import (
+    Json,
+    boolean,
+    head_dim_or,
+    integer,
+    number,
+    optional_integer,
+    windows_by_type,
+)
 from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, boolean, head_dim_or, integer, number, optional_integer, windows_by_type
 from jaxserve.models.layers import Attention
 from jaxserve.models.moe import ExpertRouter, Experts
 from jaxserve.ops.linear import Products

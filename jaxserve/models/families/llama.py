@@ -13,10 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
-from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import (
+from jaxserve.models.checkpoint.read_config import (
     Json,
     boolean,
     head_dim_or,
@@ -25,6 +22,9 @@ from jaxserve.models.hf_keys import (
     window_everywhere,
     windows_by_type,
 )
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.family import Family
 from jaxserve.models.layers import MLP, Attention
 
 

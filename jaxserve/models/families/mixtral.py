@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.checkpoint.read_config import Json, optional_integer, window_everywhere
 from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, optional_integer, window_everywhere
 from jaxserve.models.layers import AttendFn, Attention, Cache, RMSNorm, RopeTable
 from jaxserve.models.moe import ExpertRouter, Experts
 from jaxserve.ops.linear import Products

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.checkpoint.read_config import Json, optional_integer, ropes_by_layer_type, windows_by_type
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, optional_integer, ropes_by_layer_type, windows_by_type
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, RMSNorm, RopeTable
 from jaxserve.ops.linear import Products
 

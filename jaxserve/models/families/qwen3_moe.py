@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxserve.models.checkpoint.read_config import Json, boolean, optional_integer, window_everywhere
 from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, boolean, optional_integer, window_everywhere
 from jaxserve.models.layers import Attention
 from jaxserve.models.moe import feed_forward
 

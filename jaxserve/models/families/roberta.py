@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.checkpoint.read_config import Json, head_labels, optional_integer
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.encoder import TextClassifier
 from jaxserve.models.families.bert import BertModel, encoder_fields
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, head_labels, optional_integer
 from jaxserve.models.layers import Linear
 from jaxserve.ops.linear import Products
 

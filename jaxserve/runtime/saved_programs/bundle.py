@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxserve.errors import ConflictError, WeightsLostError
-from jaxserve.models.loading.quantized.quantized_leaves import by_parameter
-from jaxserve.models.loading.structure import ModelStructure
-from jaxserve.models.loading.weight_sources import Specs, WeightSource
+from jaxserve.models.checkpoint.quantization import by_parameter
+from jaxserve.models.checkpoint.structure import ModelStructure
+from jaxserve.models.checkpoint.weight_sources import Specs, WeightSource
 from jaxserve.runtime.weight_updates.tensor_of import tensor_of
 
 Leaves = tuple[jax.Array, ...]

@@ -1,4 +1,4 @@
-"""Reads checkpoint tensors back from the parameters made of them: the inverse of models/loading/part_reader.py."""
+"""Reads checkpoint tensors back from the parameters made of them: the inverse of models/checkpoint/loader.py."""
 
 from __future__ import annotations
 

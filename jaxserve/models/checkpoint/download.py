@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.hub import DATA_FILES
+from jaxserve.model_files import DATA_FILES
 
 # Second copies of the weights in the authors' own format, and exports for other frameworks.
 SKIPPED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "metal/*")

@@ -20,18 +20,21 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint.checkpoint import Checkpoint, HeldTensor, Misfits, open_checkpoint
+from jaxserve.models.checkpoint.gguf import config_file
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import PartReader, check_complete, has_own_head
+from jaxserve.models.checkpoint.quantization import (
+    E4M3,
+    by_parameter,
+    check_dtypes,
+    is_stored,
+    read_parameter,
+    stored_tensors,
+)
+from jaxserve.models.checkpoint.safetensors_file import copy_converted, empty_aligned
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.checkpoint import Checkpoint, Misfits, open_checkpoint
-from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.file_formats.gguf_model import config_file
-from jaxserve.models.loading.file_formats.safetensors_file import copy_converted, empty_aligned
-from jaxserve.models.loading.held_tensor import HeldTensor
-from jaxserve.models.loading.loader import check_complete, has_own_head
-from jaxserve.models.loading.part_reader import PartReader
-from jaxserve.models.loading.quantization import E4M3, stored_tensors
-from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
-from jaxserve.models.loading.quantized.stored_codes import check_dtypes, is_stored
-from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, read_pooling, sentence_modules
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
+from jaxserve.models.checkpoint.orbax_reader import held_quantization, is_converted, read_manifest
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.converted import held_quantization, is_converted, read_manifest
 
 QUANTIZATIONS = ("auto", "none", "int8", "fp8", "int4")
 

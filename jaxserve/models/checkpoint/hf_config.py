@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import as_integer, read_object
-from jaxserve.models.config import GenerationDefaults, ModelConfig
-from jaxserve.models.families.registry import ARCHITECTURES, family_of
-from jaxserve.models.hf_keys import (
+from jaxserve.models.checkpoint.gguf import config_file, published_config
+from jaxserve.models.checkpoint.quantization import compressed_block, read_quantization_beside, read_stored_form
+from jaxserve.models.checkpoint.read_config import (
     Json,
     architecture_of,
     boolean,
+    completed,
     integer,
     number,
     optional_integer,
@@ -26,9 +27,8 @@ from jaxserve.models.hf_keys import (
     rope_config,
     shown,
 )
-from jaxserve.models.loading.config.published_keys import completed
-from jaxserve.models.loading.config.stored_config import compressed_block, read_quantization_beside, read_stored_form
-from jaxserve.models.loading.file_formats.gguf_model import config_file, published_config
+from jaxserve.models.config import GenerationDefaults, ModelConfig
+from jaxserve.models.families.registry import ARCHITECTURES, family_of
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 
 T = TypeVar("T")

@@ -21,11 +21,9 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.converted import MANIFEST_NAME, is_converted, manifest_of
-from jaxserve.models.loading.file_formats.zarr_array import BUFFER
-from jaxserve.models.loading.hub import DATA_FILES
-from jaxserve.models.loading.orbax_reader import ARRAYS, READERS
-from jaxserve.models.loading.structure import LoadedModel
+from jaxserve.model_files import DATA_FILES
+from jaxserve.models.checkpoint.orbax_reader import ARRAYS, BUFFER, MANIFEST_NAME, READERS, is_converted, manifest_of
+from jaxserve.models.checkpoint.structure import LoadedModel
 
 INCOMPLETE = "jaxserve.incomplete"
 

@@ -1,23 +1,53 @@
 """The tensors of a checkpoint by name, over all its files, and the report of what does not fit a model.
 
 Owns the search for files, the index file and the completeness check. Imports no jax: callers pass names and shapes.
+
+A tensor in memory, in place of one in a file.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import gguf_file, read_json, weight_files
-from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
-from jaxserve.models.loading.file_formats.gguf_model import published_tensors
-from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, read_contents, read_rows
-from jaxserve.models.loading.held_tensor import HeldTensor
+from jaxserve.models.checkpoint.gguf import BlockTensor, published_tensors
+from jaxserve.models.checkpoint.safetensors_file import TensorInfo, copy_converted, read_contents, read_rows
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """An array with the methods of a tensor in a file.
+
+    array: a numpy or jax array. It is read when it is needed, and not changed.
+    """
+
+    array: Any
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.array.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, first: int, last: int | None) -> np.ndarray:
+        """Return the rows [first, last) of the first axis, or all rows if last is None. Do not change them."""
+        whole = np.asarray(self.array)
+        return whole if last is None else whole[first:last]
+
 
 Shapes = tuple[tuple[int, ...], ...]
 Tensor = TensorInfo | HeldTensor | BlockTensor

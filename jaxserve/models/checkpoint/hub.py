@@ -7,8 +7,6 @@ from pathlib import Path
 
 from jaxserve.model_files import check_directory, local_directory
 
-DATA_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
-
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
     """Return the directory of a checkpoint, or the GGUF file that it is. A hub id is downloaded unless it is cached.
@@ -18,7 +16,7 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: P
     """
     directory = local_directory(path_or_id)
     if directory is None:  # by name: the hub's client takes 0.1 s to import
-        hub = importlib.import_module("jaxserve.models.loading.download")
+        hub = importlib.import_module("jaxserve.models.checkpoint.download")
         directory = hub.download(str(path_or_id), revision, cache_dir)
     check_directory(directory)
     return directory

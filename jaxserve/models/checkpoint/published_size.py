@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxserve.models.checkpoint.quantization import MXFP4_GROUP, code_bytes
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.quantization import MXFP4_GROUP
-from jaxserve.models.loading.quantized.stored_codes import code_bytes
-from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.stored_form import HELD_BLOCKS
 from jaxserve.models.weights import Part
 

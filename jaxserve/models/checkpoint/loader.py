@@ -1,0 +1,514 @@
+"""Load a checkpoint directory as a LoadedModel: the model's structure, and its weights as a flat tuple on the devices.
+
+Owns reading parameters from checkpoint tensors, dtype conversion, placement and random weights. Each device reads only
+its own rectangle of a parameter from the files.
+
+Read a rectangle of a parameter from the checkpoint tensors that it is made of, decoded and converted.
+
+Owns the index arithmetic between a parameter and its parts, and the read buffers. A part is read a few rows at a time
+into a buffer per thread. The only fresh memory is then the weights' own, which matters because page faults on first
+use cost more than all copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint.checkpoint import Checkpoint, Shapes, Tensor, open_checkpoint, same_numbers
+from jaxserve.models.checkpoint.gguf import BlockTensor
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.orbax_reader import READERS, as_converted, is_converted, read_leaves
+from jaxserve.models.checkpoint.quantization import (
+    Block,
+    Codes,
+    by_parameter,
+    check_codes,
+    check_scale,
+    code_tensors,
+    decode_fp8,
+    decode_mxfp4,
+    fp8_codes,
+    fp8_modules,
+    input_order,
+    is_stored,
+    mxfp4_codes,
+    read_codes,
+    read_parameter,
+    read_places,
+    stored_tensors,
+)
+from jaxserve.models.checkpoint.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
+from jaxserve.models.checkpoint.structure import LoadedModel, ModelStructure, build
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.sharding import for_mesh, param_sharding
+from jaxserve.models.stored_form import StoredForm
+from jaxserve.models.weights import Packing, ParamSpec, Part
+from jaxserve.ops.quantized import MIDDLE
+
+Region = tuple[slice, ...]
+_WIDE = "set model.quantization: none"
+CHUNK = 4 * 2**20  # bytes per read, by each of four threads
+PIECE = 2**18  # numbers of GGUF that are unpacked at a time, by each of four threads
+
+
+class PartReader:
+    """Reads parameters of one checkpoint. Thread-safe.
+
+    block: rows and columns per FP8 scale (weight_block). form: of quantised weights.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, block: Block | None, form: StoredForm | None = None) -> None:
+        self._tensors = checkpoint.tensors
+        self._block = block
+        self._form = form
+        self._buffers = threading.local()
+
+    def read(self, spec: ParamSpec, index: Region) -> np.ndarray:
+        """Read the rectangle `index` of a parameter, in the parameter's dtype."""
+        out = empty_aligned(
+            tuple(len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True)), np.dtype(spec.dtype)
+        )
+        for part, place, region in _regions(spec, index):
+            self._fill(out[place], part, region)
+        return out
+
+    def read_codes(self, spec: ParamSpec, index: Region, packing: Packing) -> dict[str, np.ndarray]:
+        """Read the rectangle `index` of a parameter as the checkpoint has it: values, scales, maybe zeros, as leaves.
+
+        packing: of the leaves; what a larger group of the checkpoint shares is repeated. Permuted inputs are sorted by
+        group. Raises ModelLoadError for those of experts, and where the configuration has none.
+        """
+        *rows, depth = (len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
+        out: dict[str, np.ndarray] = {}
+        sorts = self._form is not None and self._form.permuted and "expert" not in spec.axes
+        for part, place, region in _regions(spec, index):
+            for piece, leaves in self._pieces(part, region[:-1], packing, sorts):
+                for role, array in leaves.items():
+                    per = part.shape[-1] // array.shape[-1]
+                    if role not in out:
+                        out[role] = empty_aligned((*rows, max(1, depth // per)), array.dtype)
+                    out[role][_shrunk(place, per)][piece] = array[..., _shrunk(region, per)[-1]]
+        return out
+
+    def _pieces(
+        self, part: Part, rows: Region, packing: Packing, sorts: bool
+    ) -> Iterator[tuple[Region, dict[str, np.ndarray]]]:
+        """Yield rows of a part's view piece by piece: the place among `rows`, and the arrays of leaves by role."""
+        assert self._form is not None
+        if self._form.method != "gguf":
+            yield (), self._codes(part, rows, packing, sorts)
+            return
+        tensor = self._tensors[part.name]
+        assert isinstance(tensor, BlockTensor)
+        numbers = _view(np.arange(part.shape[0])[:, None], part)[..., 0][rows]  # of the tensor's rows
+        for piece in _row_pieces(numbers.shape, max(1, PIECE // part.shape[-1])):
+            some = numbers[piece]
+            first = int(some.min())
+            codes = Codes.of_blocks(tensor.unpacked(first, int(some.max()) + 1))
+            if not np.isfinite(codes.scales).all() or not (codes.zeros is None or np.isfinite(codes.zeros).all()):
+                raise ModelLoadError(f"{part.name}: not all scales are numbers", fix="download the checkpoint again")
+            yield piece, {role: array[some - first] for role, array in codes.leaves(packing).items()}
+
+    def read_order(self, spec: ParamSpec) -> np.ndarray:
+        """Return the inputs of a parameter sorted by group, int32 [K].
+
+        Raises ModelLoadError if its parts differ in it, or groups have different sizes.
+        """
+        assert self._form is not None
+        found = [_order(part, read_places(part, self._form, self._whole), self._form) for part in spec.parts]
+        for part, order in zip(spec.parts, found, strict=True):
+            if not np.array_equal(order, found[0]):
+                why = f"{spec.parts[0].name} and {part.name} have inputs in different orders, and are computed as one"
+                raise ModelLoadError(why, fix=_WIDE)
+        return found[0]
+
+    def _codes(self, part: Part, rows: Region, packing: Packing, sorts: bool) -> dict[str, np.ndarray]:
+        """Return the arrays of leaves by role, of rows of a part's view. sorts: permuted inputs by group."""
+        assert self._form is not None
+        if self._form.is_integer:
+            codes = read_codes(part, self._form, self._whole)
+            if codes.places is not None and not sorts:
+                of = "experts" if self._form.permuted else "a checkpoint whose configuration does not say so"
+                why = f"{part.name}: its inputs are permuted (act-order), which is not computed packed for {of}"
+                raise ModelLoadError(why, fix=_WIDE)
+            codes = codes.in_order()
+        elif part.mxfp4:
+            return mxfp4_codes(*self._mxfp4(part), part, rows)
+        else:
+            codes = fp8_codes(*self._fp8(part), self._block, packing.group)
+        return {role: _view(array, part)[rows] for role, array in codes.leaves(packing).items()}
+
+    def stored_bytes(self, spec: ParamSpec) -> int:
+        """Return the bytes that a parameter takes in the checkpoint."""
+        names = {name for part in spec.parts for name in stored_tensors(part, self._tensors, self._block, self._form)}
+        return sum(self._tensors[name].num_bytes for name in names)
+
+    def _whole(self, name: str) -> np.ndarray:
+        return self._read(self._tensors[name])
+
+    def _fill(self, target: np.ndarray, part: Part, region: Region) -> None:
+        """Write the rectangle `region` of a part's view to `target`."""
+        form = self._form
+        if form is not None and form.method != "gguf" and is_stored(part, form, self._tensors):
+            target[...] = _view(read_codes(part, form, self._whole).wide(), part)[region]
+            return
+        names = tuple(stored_tensors(part, self._tensors, self._block, self._form))
+        stored = [self._tensors[name] for name in names]
+        if part.repeat > 1:
+            self._fill_repeated(target, part, region)
+        elif part.mxfp4:
+            target[...] = decode_mxfp4(*self._mxfp4(part), part, region)
+        elif len(stored) == 2:
+            target[...] = decode_fp8(*self._fp8(part), self._block, part, region)
+        elif part.transpose is not None:
+            copy_converted(self._read(stored[0]).transpose(part.transpose).reshape(part.view)[region], target)
+        else:
+            self._fill_rows(target, part, region, stored[0])
+
+    def _mxfp4(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """Read the blocks and the scales of a part."""
+        name, scales_name = stored_tensors(part, self._tensors, self._block)
+        check_scale(scales_name, scales := self._whole(scales_name))
+        return self._whole(name), scales
+
+    def _fp8(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """Read the numbers and the scales float32 of a part."""
+        name, scale_name = stored_tensors(part, self._tensors, self._block)
+        check_scale(scale_name, scale := self._whole(scale_name).astype(np.float32))
+        check_codes(name, weight := self._whole(name))
+        return weight, scale
+
+    def _fill_repeated(self, target: np.ndarray, part: Part, region: Region) -> None:
+        """Fill a view whose first axis has copies: [h0, h0, h1, h1, ...]."""
+        once = dataclasses.replace(part, repeat=1, view=(part.view[0] // part.repeat, *part.view[1:]))
+        for i, copy in enumerate(range(region[0].start, region[0].stop)):
+            source = copy // part.repeat
+            self._fill(target[i : i + 1], once, (slice(source, source + 1), *region[1:]))
+
+    def _fill_rows(self, target: np.ndarray, part: Part, region: Region, info: Tensor) -> None:
+        """Read the part in chunks along the first axis of its view that is longer than 1.
+
+        One index of this axis is `per` rows of the tensor.
+        """
+        first, last = part.rows or (0, info.shape[0])
+        axis = next((i for i, size in enumerate(part.view) if size > 1), 0) if last - first > 1 else 0
+        per = (last - first) // part.view[axis]
+        step = max(1, CHUNK // max(1, per * math.prod(info.shape[1:]) * info.dtype.itemsize))
+        begin, end = region[axis].start, region[axis].stop
+        for a in range(begin, end, step):
+            b = min(a + step, end)
+            rows = self._read(info, first + a * per, first + b * per)
+            inner = tuple(slice(None) if i == axis else s for i, s in enumerate(region))
+            view = rows.reshape(*part.view[:axis], b - a, *part.view[axis + 1 :])[inner]
+            copy_converted(view, target[(slice(None),) * axis + (slice(a - begin, b - begin),)])
+
+    def _read(self, info: Tensor, first: int = 0, last: int | None = None) -> np.ndarray:
+        """Read rows of a tensor, into the thread's buffer if they fit: then valid until the thread's next read."""
+        if not isinstance(info, TensorInfo):
+            return info.rows(first, last)
+        rows = (info.shape[0] if info.shape else 1) if last is None else last - first
+        size = rows * (info.num_bytes // max(1, info.shape[0] if info.shape else 1))
+        if size > CHUNK or last is None:
+            return read_rows(info, first, rows, np.empty(size, np.uint8))
+        if not hasattr(self._buffers, "raw"):
+            self._buffers.raw = np.empty(CHUNK, np.uint8)
+        return read_rows(info, first, rows, self._buffers.raw[:size])
+
+
+def _regions(spec: ParamSpec, index: Region) -> Iterator[tuple[Part, Region, Region]]:
+    """Yield the parts that a rectangle overlaps, the place in the rectangle, and the region of the part's view."""
+    bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
+    for part in spec.parts:
+        overlap = list(_overlaps(bounds, part))
+        if all(a < b for a, b in overlap):
+            place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(overlap, bounds, strict=True))
+            yield part, place, tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, part.start, strict=True))
+
+
+def _order(part: Part, places: np.ndarray | None, form: StoredForm) -> np.ndarray:
+    """Return the inputs of a part sorted by group."""
+    depth = part.shape[1]
+    if places is None:
+        return np.arange(depth, dtype=np.int32)
+    if (np.bincount(places, minlength=form.num_groups(depth)) != form.group).any():
+        raise ModelLoadError(f"{part.name}: its groups of permuted inputs differ in size", fix=_WIDE)
+    return input_order(places)
+
+
+def _view(array: np.ndarray, part: Part) -> np.ndarray:
+    """Return a tensor's numbers, or its scales, [O, n] as the part's view, copies of heads included."""
+    first, last = part.rows or (0, len(array))
+    once = (part.view[0] // part.repeat, *part.view[1:-1], -1)
+    return np.repeat(array[first:last].reshape(once), part.repeat, axis=0)
+
+
+def _row_pieces(shape: tuple[int, ...], most: int) -> Iterator[Region]:
+    """Yield slices of rows of a view that cover `shape`, each of at most `most` rows."""
+    count, *rest = shape
+    step = max(1, most // max(1, math.prod(rest)))
+    for first in range(0, count, step):
+        outer = slice(first, min(first + step, count))
+        if step > 1 or not rest:
+            yield (outer,)
+        else:
+            yield from ((outer, *inner) for inner in _row_pieces(tuple(rest), most))
+
+
+def _shrunk(region: Region, per: int) -> Region:
+    """Return the region of what each `per` numbers of a row share; what a whole row shares is in each."""
+    *rows, last = region
+    return (*rows, slice(last.start // per, -(-last.stop // per)))
+
+
+def _overlaps(bounds: list[tuple[int, int]], part: Part) -> Iterator[tuple[int, int]]:
+    for (a, b), start, size in zip(bounds, part.start, part.view, strict=True):
+        yield max(a, start), min(b, start + size)
+
+
+Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
+LoadFormat = Literal["auto", "safetensors"]
+
+# Buffers that old exports contain and that are computed here; scales and zeros of quantized activations and KV caches.
+IGNORED = (
+    re.compile(r"rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$"),
+    re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"),
+)
+_HEAD = "lm_head.weight"
+_OF_CODES = (".qweight", ".qzeros", ".weight_packed")
+RANDOM_STDDEV = 0.02
+RANDOM_INT8 = 32  # standard deviation of int8 codes; that of 4 random bits is 4.6, or 2.9 as E2M1
+_RANDOM_SCALES = {
+    "int8": RANDOM_STDDEV / RANDOM_INT8,
+    "fp8": RANDOM_STDDEV,
+    "int4": RANDOM_STDDEV / 4.6,
+    "mxfp4": 127 - 7,
+}
+
+
+def load_model(
+    directory: Path,
+    *,
+    dtype: jnp.dtype,
+    config: ModelConfig | None = None,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+    load_format: LoadFormat = "auto",
+) -> LoadedModel:
+    """Load a checkpoint directory (see hub.resolve) in `dtype`, over `mesh` or on the first device.
+
+    config: used instead of the directory's config.json, for example with another context length.
+    load_format: "auto" detects a converted checkpoint (see orbax.convert). Anything else is read as published.
+    Raises ModelLoadError if the model is not supported, a file is damaged, or tensors do not fit; it names them all.
+    """
+    start = time.perf_counter()
+    config = _config(config, directory, mesh)
+    if load_format == "auto" and is_converted(directory):
+        structure = build(as_converted(config, directory), dtype)
+        leaves, read = read_leaves(structure, _shardings(structure, mesh), directory, progress)
+    else:
+        checkpoint = open_checkpoint(directory)
+        structure = build(_as_published(config, checkpoint), dtype)
+        leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
+    jax.block_until_ready(leaves)
+    return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
+
+
+def random_model(
+    directory: Path, *, dtype: jnp.dtype, config: ModelConfig | None = None, mesh: Mesh | None = None, seed: int = 0
+) -> LoadedModel:
+    """Draw the weights of a model on the devices. The directory needs only config.json. See `load_model`.
+
+    Raises ModelLoadError if the model is not supported.
+    """
+    start = time.perf_counter()
+    structure = build(_config(config, directory, mesh), dtype)
+    leaves = jax.block_until_ready(random_leaves(structure, _shardings(structure, mesh), seed))
+    return LoadedModel(structure, leaves, directory, 0, time.perf_counter() - start)
+
+
+def _config(config: ModelConfig | None, directory: Path, mesh: Mesh | None) -> ModelConfig:
+    config = config or read_config(directory)
+    return config if mesh is None else for_mesh(config, mesh)
+
+
+def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:
+    """Check the files of a checkpoint and return its structure. Raises ModelLoadError.
+
+    Reads no weight but an output head beside a table of embeddings, see `_as_published`.
+    """
+    if is_converted(directory):
+        return build(as_converted(config, directory), dtype)
+    checkpoint = open_checkpoint(directory)
+    structure = build(_as_published(config, checkpoint), dtype)
+    check_complete(structure, checkpoint)
+    return structure
+
+
+def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return the config with what the files tell: which weights are FP8, and whether there is an output head.
+
+    An embedding model may be published without one. One that differs from the table of embeddings is used, as in
+    transformers, even if config.json ties them.
+    """
+    headless = checkpoint.bare and _HEAD not in checkpoint.tensors
+    tied = headless or (config.tie_word_embeddings and not has_own_head(checkpoint))
+    form = config.stored_form
+    if form is not None and form.method == "fp8":
+        form = dataclasses.replace(form, found=fp8_modules(checkpoint.tensors))
+    if form is not None and form.method in ("gptq", "awq"):
+        kinds = {name.rpartition(".")[2] for name in checkpoint.tensors}
+        # inputs in order need no g_idx; without zeros the middle of the codes is 0
+        form = dataclasses.replace(
+            form, indexed=form.permuted or "g_idx" in kinds, zeros=not form.symmetric or "qzeros" in kinds
+        )
+    return config.replace(stored_form=form, tie_word_embeddings=tied)
+
+
+def has_own_head(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint has an output head that differs from its table of embeddings."""
+    head, table = (checkpoint.tensors.get(name) for name in (_HEAD, "model.embed_tokens.weight"))
+    if head is None or table is None or isinstance(head, BlockTensor) or isinstance(table, BlockTensor):
+        return False
+    return not same_numbers(head, table)
+
+
+def _shardings(structure: ModelStructure, mesh: Mesh | None) -> list[Sharding]:
+    return [_sharding(spec, mesh) for spec in structure.specs]
+
+
+def _sharding(spec: ParamSpec, mesh: Mesh | None) -> Sharding:
+    return SingleDeviceSharding(jax.devices()[0]) if mesh is None else param_sharding(spec, mesh)
+
+
+# --- from a checkpoint -----------------------------------------------------------------------------------------
+
+
+def _read_leaves(
+    structure: ModelStructure, shardings: list[Sharding], checkpoint: Checkpoint, progress: Progress | None
+) -> tuple[tuple[jax.Array, ...], int]:
+    check_complete(structure, checkpoint)
+    reader = PartReader(checkpoint, structure.config.weight_block, structure.config.stored_form)
+    parameters, places = by_parameter(structure.specs), iter(shardings)
+    placed = [list(itertools.islice(places, len(specs))) for specs in parameters]
+    sizes = [reader.stored_bytes(specs[0]) for specs in parameters]
+    leaves, done = [], 0
+    with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
+        read = functools.partial(read_parameter, read=reader.read, codes=reader.read_codes, order=reader.read_order)
+        for found, size in zip(pool.map(read, parameters, placed), sizes, strict=True):
+            leaves += found
+            done += size
+            if progress is not None:
+                progress(done, sum(sizes))
+    return tuple(leaves), done
+
+
+def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
+    """Raise one ModelLoadError that names every tensor that is unknown, missing, duplicate or of a wrong shape."""
+    config = structure.config
+    expected: dict[str, Shapes] = {}
+    for spec in structure.specs:
+        form = config.stored_form if spec.packing is not None and spec.packing.stored else None
+        for part in spec.parts:
+            if form is not None and form.is_integer:  # its codes, whatever the checkpoint has
+                expected |= code_tensors(part, form)
+            else:
+                expected |= stored_tensors(part, checkpoint.tensors, config.weight_block, config.stored_form)
+    ignored = [*IGNORED, *(re.compile(pattern) for pattern in config.ignored_tensors)]
+    if config.tie_word_embeddings:
+        ignored.append(re.compile(r"^lm_head\.weight$"))
+    misfits = checkpoint.misfits(expected, ignored)
+    misfits.unknown = [name for name in misfits.unknown if not checkpoint.is_zero_bias(name)]
+    if config.stored_form is None and (codes := [name for name in misfits.unknown if name.endswith(_OF_CODES)]):
+        raise ModelLoadError(
+            f"{checkpoint.directory}: {codes[0]} and others are quantized, and config.json has no quantization_config",
+            fix="download config.json again, or the quantize_config.json or quant_config.json beside it",
+        )
+    misfits.raise_if_any(checkpoint.directory, config.architecture, checkpoint.aside)
+    if config.stored_form is None:
+        _check_floats(set(expected), checkpoint)
+    form, kept = config.stored_form, [spec for spec in structure.specs if spec.packing and spec.packing.stored]
+    if form is not None and form.method == "gguf":
+        names = {part.name for spec in kept for part in spec.parts}
+        checkpoint.check_blocks({name: form.type_of[name.removesuffix(".weight")] for name in sorted(names)})
+
+
+def _check_floats(names: set[str], checkpoint: Checkpoint) -> None:
+    """Raise ModelLoadError for tensors of integers, which would be codes of a form that config.json does not name."""
+    found = {name: info.dtype for name, info in checkpoint.tensors.items() if isinstance(info, TensorInfo)}
+    wrong = [f"{name} is {found[name]}" for name in sorted(names & found.keys()) if found[name].kind in "iub"]
+    if wrong:
+        raise ModelLoadError(
+            f"{checkpoint.directory}: {', '.join(wrong[:8])}, expected floating point",
+            fix="check that config.json belongs to these weights: it names no quantization",
+        )
+
+
+# --- random ----------------------------------------------------------------------------------------------------
+
+
+def random_leaves(structure: ModelStructure, shardings: list[Sharding], seed: int) -> tuple[jax.Array, ...]:
+    """Draw random weights on their devices: normal with standard deviation 0.02, norms 1, biases 0."""
+    key, places, leaves = jax.random.key(seed), iter(shardings), []
+    for i, specs in enumerate(by_parameter(structure.specs)):
+        placed, wide, drawn = list(itertools.islice(places, len(specs))), specs[0].wide(), jax.random.fold_in(key, i)
+        packing = specs[0].packing
+        if packing is None:
+            leaves.append(_random_leaf(drawn, wide, placed[0]))
+        elif packing.stored:
+            leaves += [_random_codes(drawn, spec, place) for spec, place in zip(specs, placed, strict=True)]
+        else:
+            numbers = np.asarray(_draw(drawn, wide.shape, wide.dtype))
+            leaves += read_parameter(specs, placed, lambda _, index, numbers=numbers: numbers[index])
+    return tuple(leaves)
+
+
+def _random_leaf(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Array:
+    match spec.init:
+        case "normal":
+            draw = jax.jit(_draw, static_argnums=(1, 2), out_shardings=sharding)
+            return draw(key, spec.shape, spec.dtype)
+        case "ones":
+            return jnp.ones(spec.shape, spec.dtype, device=sharding)
+        case "zeros":
+            return jnp.zeros(spec.shape, spec.dtype, device=sharding)
+
+
+def _random_codes(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Array:
+    """Draw a leaf of a weight that a checkpoint would store quantised, with the standard deviation of others."""
+    assert spec.packing is not None
+    kind, role = spec.packing.kind, spec.packing.role
+    if role == "values":
+        draw = jax.jit(_draw_codes, static_argnums=(1, 2), out_shardings=sharding)
+        return draw(key, spec.shape, spec.dtype)
+    if role == "order":
+        return jnp.arange(spec.shape[0], dtype=spec.dtype, device=sharding)
+    middle = MIDDLE if kind == "int4" else 0
+    number = middle if role == "zeros" else _RANDOM_SCALES[kind]
+    return jnp.full(spec.shape, number, spec.dtype, device=sharding)
+
+
+def _draw_codes(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    if dtype == jnp.uint8:
+        return jax.random.bits(key, shape, dtype)
+    spread = RANDOM_INT8 if dtype == jnp.int8 else 1
+    return jnp.clip(jax.random.normal(key, shape, jnp.float32) * spread, -127, 127).astype(dtype)
+
+
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return (jax.random.normal(key, shape, jnp.float32) * RANDOM_STDDEV).astype(dtype)
