@@ -15,11 +15,10 @@ import jax
 
 from jaxserve.config import Config
 from jaxserve.engine.factory import load, locate
-from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.compilation.compiler import Program, WarmUp
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.runtime.warm_up import WarmUp
 
 
 class Timing:

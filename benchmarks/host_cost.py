@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxserve.runtime.sampling.sampler import Sampled
-from jaxserve.runtime.steps.step_handle import DeviceStep, StepOutputs
-from jaxserve.runtime.steps.step_input import PageUpdates, pack_decode
+from jaxserve.runtime.step_input import DeviceStep, PageUpdates, StepOutputs, pack_decode
 from jaxserve.types.step import ScheduledRow
 
 ROWS = (1, 16, 64, 256, 1024, 2048)

@@ -31,7 +31,7 @@ from jaxserve.ops.paged_attention.triton.backend import TritonBackend, TritonTun
 from jaxserve.ops.paged_attention.xla import XlaBackend
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
+from jaxserve.runtime.numeric_check import serving_cases, wrong_numbers
 
 TOLERANCE = 2e-2  # relative error of bfloat16 attention
 DTYPE = jnp.bfloat16

@@ -24,14 +24,13 @@ from benchmarks.device_suite.kernels import machine_of
 from benchmarks.device_suite.models import PAGE, compile_cache, limits, model_directory
 from benchmarks.device_suite.rows import PROFILE, Bench, Row
 from jaxserve.models.checkpoint.loader import random_model
-from jaxserve.runtime import kv_cache, memory
+from jaxserve.runtime import kv_cache, memory, step_input
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import fit
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
-from jaxserve.runtime.steps import step_input
-from jaxserve.runtime.steps.step_input import PageUpdates
+from jaxserve.runtime.step_input import PageUpdates
 from jaxserve.types.step import ScheduledRow
 
 _CHAINED = 20  # steps of one measurement

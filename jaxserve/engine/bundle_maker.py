@@ -23,7 +23,7 @@ from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import Program, Progress, compile_all, compiler_options
 from jaxserve.runtime.fingerprint import fingerprint
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
-from jaxserve.runtime.numerics.numeric_check import check_place, numeric_programs, serving_cases
+from jaxserve.runtime.numeric_check import check_place, numeric_programs, serving_cases
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
 from jaxserve.runtime.saved_programs.bundle import TUNED, UNTUNED, BundleWriter, settings_of

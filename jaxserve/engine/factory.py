@@ -45,13 +45,13 @@ from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.numerics.numeric_check import check_numbers, serving_cases
-from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint, remove_unused
+from jaxserve.runtime.numeric_check import check_numbers, serving_cases
+from jaxserve.runtime.page_file import PageFileConfig, fingerprint, remove_unused
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import chosen_rounding, native_products
 from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
 from jaxserve.runtime.saved_programs.program_store import open_store
-from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
+from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.speculation.ngram import Drafter, NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import FromEngine, Located, Progress

@@ -6,7 +6,7 @@ prefixes that begin with a page can be dropped.
 
 A page is copied when it is evicted, so that a cache with enough room copies nothing. The copy stays if the page is
 loaded again: its next eviction costs nothing. The least recently used copy is overwritten first. Copies of an earlier
-process are found if they are in a file (runtime/pages/page_file.py), each after a thread has checked it.
+process are found if they are in a file (runtime/page_file.py), each after a thread has checked it.
 
     store   device -> host, when a page is evicted
     load    host -> device, when a request starts

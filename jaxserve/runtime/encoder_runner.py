@@ -30,13 +30,13 @@ from jaxserve.runtime.compilation.compiler import (
     Progress,
     compile_all,
     compiler_options,
+    compiles_programs,
 )
-from jaxserve.runtime.compilation.late_compilation import compiles_programs
-from jaxserve.runtime.exact_programs import exact, is_rounded
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.runtime.steps.step_handle import DeviceStep, Pooled, StepOutputs
+from jaxserve.runtime.runner_setup import exact, is_rounded
+from jaxserve.runtime.step_input import DeviceStep, Pooled, StepOutputs
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 
 Leaves = tuple[jax.Array, ...]

@@ -8,6 +8,12 @@ A step of decode rows only is one dispatch, `decode[B]`. If one of its rows has 
 or if `decode[B]` is not compiled yet, the step is `decode_hidden[B]` followed by `head_sample[R]`: the host computes
 the masks during the forward pass. With drafts it is `decode_hidden[T]` followed by `verify[T]`. Every other step
 (prefill, deterministic mode) is `extend[T]` followed by `head_sample[R]` for the rows that sample.
+
+Dispatch of outputs that few rows request: embeddings, hidden states, log-probabilities of prompt tokens.
+
+They are computed from the hidden states of the last extend or decode_hidden, in programs of a fixed number of tokens.
+
+Run steps with drafts, on the host side of the runner: their input, dispatch and results. See sampling/verify.py.
 """
 
 from __future__ import annotations
@@ -17,37 +23,208 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxserve.models.checkpoint.loader import LoadedModel
-from jaxserve.runtime import memory
+from jaxserve.runtime import memory, step_input
 from jaxserve.runtime.compilation import compiler, program_cache
-from jaxserve.runtime.compilation.late_compilation import LateCompilation, compiles_programs
-from jaxserve.runtime.compilation.program_table import ProgramTable
-from jaxserve.runtime.extra_outputs import ExtraOutputs
+from jaxserve.runtime.compilation.buckets import verify_rows
+from jaxserve.runtime.compilation.compiler import (
+    WARM_UP_SECONDS,
+    BeforeRun,
+    LateCompilation,
+    ProgramTable,
+    WarmUp,
+    compiles_programs,
+    measured_times,
+)
+from jaxserve.runtime.host_pages import HostPools, PageTransfer
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.pages.host_pool import HostPools
-from jaxserve.runtime.pages.page_transfer import PageTransfer
+from jaxserve.runtime.program_set import POOL_GROUP, PROMPT_CHUNK
 from jaxserve.runtime.programs import Caches, Leaves
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
 from jaxserve.runtime.sampling import slots
-from jaxserve.runtime.sampling.extras import DeviceExtras, HeadExtras, expert_tokens
+from jaxserve.runtime.sampling.extras import DeviceExtras, HeadExtras, TokensOf, expert_tokens, hidden_tokens, pack_ids
+from jaxserve.runtime.sampling.logprobs import unpack_logprobs
 from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.verify import Verified
-from jaxserve.runtime.steps import step_input
-from jaxserve.runtime.steps.step_handle import DeviceStep, StepOutputs
-from jaxserve.runtime.steps.step_input import PageUpdates
-from jaxserve.runtime.verification import Verification, VerifyStep
-from jaxserve.runtime.warm_up import WARM_UP_SECONDS, BeforeRun, WarmUp, measured_times
-from jaxserve.types.extras import MAX_LOGPROB_IDS
+from jaxserve.runtime.step_input import DeviceStep, PageUpdates, Pooled, PromptChunk, StepOutputs
+from jaxserve.types.extras import MAX_LOGPROB_IDS, ExtraParams
 from jaxserve.types.scheduling import StepTimes
-from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.types.step import SampledTokens, ScheduledRow, SchedulerOutput, SlotInit
+
+
+class ExtraOutputs:
+    """The programs `pool` and `prompt_logprobs`, and the prompts of requests that want their log-probabilities.
+
+    In all methods `hidden` is the buffer of hidden states [max T, D], and `ends` the end of each row's tokens in it.
+    num_dispatches: programs started so far.
+    """
+
+    def __init__(self, compiled: Mapping[str, jax.stages.Compiled]) -> None:
+        self.num_dispatches = 0
+        self._compiled = compiled
+        self._prompts: dict[int, tuple[list[int], ExtraParams]] = {}  # by slot
+
+    def admit(self, init: SlotInit) -> None:
+        """Store the prompt of a new request if it wants log-probabilities of its prompt."""
+        self._prompts.pop(init.slot, None)
+        if init.params.prompt_logprobs is not None:
+            self._prompts[init.slot] = init.token_ids[: init.num_prompt_tokens], init.params.extras
+
+    def clear(self) -> None:
+        """Forget all prompts."""
+        self._prompts.clear()
+
+    def pool(self, leaves: Leaves, hidden: jax.Array, embedding: Sequence[int], ends: Sequence[int]) -> list[Pooled]:
+        """Dispatch the embeddings, or numbers of a head, of the rows `embedding`, from hidden [max T, D]."""
+        groups = [embedding[first : first + POOL_GROUP] for first in range(0, len(embedding), POOL_GROUP)]
+        return [(group, self._pool(leaves, hidden, [ends[i] - 1 for i in group])) for group in groups]
+
+    def hidden_states(
+        self, leaves: Leaves, hidden: jax.Array, rows: Sequence[ScheduledRow], ends: Sequence[int]
+    ) -> list[TokensOf]:
+        """Dispatch the hidden states that the rows request, from hidden [max T, D]."""
+        tokens = hidden_tokens(rows, ends)
+        groups = [tokens[first : first + POOL_GROUP] for first in range(0, len(tokens), POOL_GROUP)]
+        return [
+            ([row for row, _ in group], self._pool(leaves, hidden, [token for _, token in group], plain=True))
+            for group in groups
+        ]
+
+    def _pool(self, leaves: Leaves, hidden: jax.Array, token_indices: Sequence[int], plain: bool = False) -> jax.Array:
+        """Dispatch embeddings, or if `plain` hidden states, of at most POOL_GROUP tokens of hidden [max T, D]."""
+        packed = np.zeros(1 + POOL_GROUP, np.int32)
+        packed[0] = plain
+        packed[1 : 1 + len(token_indices)] = token_indices
+        self.num_dispatches += 1
+        return self._compiled["pool"](leaves, hidden, packed)
+
+    def prompt_logprobs(
+        self, leaves: Leaves, hidden: jax.Array, rows: Sequence[ScheduledRow], ends: Sequence[int]
+    ) -> dict[int, list[PromptChunk]]:
+        """Dispatch the log-probabilities of the prompt tokens that follow each row's tokens, if the row wants them.
+
+        leaves: the weights, one array [shape] per parameter. hidden: [max T, D].
+        """
+        if not self._prompts:
+            return {}
+        results: dict[int, list[PromptChunk]] = {}
+        for i, row in enumerate(rows):
+            if row.prompt_logprobs is not None and row.token_ids:
+                prompt, extras = self._prompts[row.slot]
+                targets = prompt[row.start + 1 : row.start + row.num_tokens + 1]
+                first = ends[i] - row.num_tokens
+                results[i] = [
+                    self._prompt_chunk(leaves, hidden, first + done, targets[done : done + PROMPT_CHUNK], extras)
+                    for done in range(0, len(targets), PROMPT_CHUNK)
+                ]
+        return {row: chunks for row, chunks in results.items() if chunks}
+
+    def _prompt_chunk(
+        self, leaves: Leaves, hidden: jax.Array, first: int, targets: list[int], extras: ExtraParams
+    ) -> PromptChunk:
+        packed = np.zeros((2, PROMPT_CHUNK), np.int32)
+        packed[0, : len(targets)] = range(first, first + len(targets))
+        packed[1, : len(targets)] = targets
+        self.num_dispatches += 1
+        found, id_logprobs = self._compiled["prompt_logprobs"](leaves, hidden, packed, pack_ids(extras))
+        return PromptChunk(found, len(targets), id_logprobs if extras.logprob_token_ids else None)
+
+
+Finish = Callable[[np.ndarray | None, Collection[int]], Verified]
+
+
+class Verification:
+    """The programs `verify[T]` of a table. num_slots: slot of padding rows. num_words: of a row's token mask."""
+
+    def __init__(self, programs: ProgramTable, num_slots: int, num_words: int) -> None:
+        self._programs = programs
+        self._num_slots = num_slots
+        self._num_words = num_words
+
+    def bucket(self, output: SchedulerOutput) -> int:
+        """Return the size of the program that a step needs. Raises ValueError if it is too large."""
+        return self._programs.fit("verify", max(output.num_tokens + output.num_drafts, 2 * len(output.rows)))
+
+    def run(
+        self,
+        arrays: tuple[Leaves, SlotState, jax.Array],
+        rows: Sequence[ScheduledRow],
+        bucket: int,
+        bitmask: np.ndarray | jax.Array,
+        late: Collection[int] = (),
+    ) -> tuple[SlotState, Verified]:
+        """Dispatch head and sampler after the forward pass of a step.
+
+        arrays: leaves, state and hidden states [max T, D]. bitmask: int32 [n, W] with a row per token, or an array of
+        the device that is not read. late: rows that get no token.
+        """
+        masked = isinstance(bitmask, np.ndarray)
+        if isinstance(bitmask, np.ndarray):
+            given, bitmask = bitmask, np.zeros((bucket, self._num_words), np.int32)
+            bitmask[: len(given)] = given
+        packed = step_input.pack_verify(rows, (bucket, verify_rows(bucket)), self._num_slots, late, masked=masked)
+        return self._programs.by_size["verify"][bucket](*arrays, packed, bitmask)
+
+
+class VerifyStep:
+    """The `StepHandle` of a step with drafts. finish: (masks or None, rows that get no token) -> the results."""
+
+    def __init__(self, rows: Sequence[ScheduledRow], finish: Finish, *, masked: bool) -> None:
+        self._num_rows = len(rows)
+        self._want_logprobs = any(row.logprobs is not None for row in rows)
+        self._finish = finish
+        self._verified: Verified | None = None
+        self._late: list[int] = []
+        if not masked:
+            self._run(None)
+
+    @property
+    def waits_for_mask(self) -> bool:
+        return self._verified is None
+
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        """See `StepHandle`. bitmask: int32 [positions, words]. Raises RuntimeError if the step waits for none."""
+        if self._verified is not None:
+            raise RuntimeError("this step is not masked, or was sampled already")
+        self._late = list(late)
+        self._run(bitmask)
+
+    def _run(self, bitmask: np.ndarray | None) -> None:
+        self._verified = self._finish(bitmask, self._late)
+        self._verified.tokens.copy_to_host_async()
+        self._verified.num_valid.copy_to_host_async()
+        if self._want_logprobs:
+            self._verified.logprobs.copy_to_host_async()
+
+    def result(self) -> SampledTokens:
+        """Wait for the step and return its tokens. Raises RuntimeError if the step still waits for `sample`."""
+        if self._verified is None:
+            raise RuntimeError("a masked step has no result before sample(bitmask)")
+        tokens = np.asarray(self._verified.tokens)[: self._num_rows]
+        status = tokens[:, 0, 1].astype(np.uint8)
+        status[self._late] = 0
+        logprobs: tuple[np.ndarray | None, ...] = (None,) * 4
+        if self._want_logprobs:
+            packed = np.asarray(self._verified.logprobs)[: self._num_rows]
+            flat = unpack_logprobs(packed.reshape(-1, packed.shape[-1]))
+            logprobs = tuple(values.reshape(*packed.shape[:2], *values.shape[1:]) for values in flat)
+        return SampledTokens(
+            token_ids=tokens[:, :, 0],
+            num_valid=np.asarray(self._verified.num_valid)[: self._num_rows],
+            status=status,
+            logprobs=logprobs[0],
+            ranks=logprobs[1],
+            top_ids=logprobs[2],
+            top_logprobs=logprobs[3],
+        )
 
 
 class ModelRunner:

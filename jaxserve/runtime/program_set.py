@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxserve.runtime import step_input
 from jaxserve.runtime.compilation.buckets import Buckets, verify_rows
 from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.host_pages import TRANSFER_PAGES, transfer_name
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.pages.page_transfer import TRANSFER_PAGES, transfer_name
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import Vocab
-from jaxserve.runtime.steps import step_input
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 
 POOL_GROUP = 32  # tokens per dispatch of pool

@@ -40,7 +40,7 @@ from jaxserve.runtime.sampling.sampler import ExtraInputs, RowsToSample, Sampled
 from jaxserve.runtime.sampling.slots import SlotState, append_tokens, state_partition
 from jaxserve.runtime.sampling.verify import Verified, verify
 from jaxserve.runtime.sampling.vocab import Vocab
-from jaxserve.runtime.steps.step_input import (
+from jaxserve.runtime.step_input import (
     HeadInput,
     TokenInput,
     unpack_decode,

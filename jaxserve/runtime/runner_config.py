@@ -18,7 +18,7 @@ from jaxserve.models.checkpoint.read_config import text_limit
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.models.rope import YarnScaling
-from jaxserve.runtime.pages.page_file import PageFileConfig
+from jaxserve.runtime.page_file import PageFileConfig
 from jaxserve.system import CacheDirectoryError, opened, user_cache
 
 logger = logging.getLogger(__name__)

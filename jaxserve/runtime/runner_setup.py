@@ -1,16 +1,22 @@
 """What is decided before a runner allocates memory: buckets, layer caches, products, step functions, memory plan.
 
 Makes the program set that follows from them. Allocates nothing; `plan` may compile programs to measure their memory.
+
+Programs that multiply float32 numbers as they are. By default XLA rounds them first: to TF32 on GPUs, to bfloat16 on
+TPUs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +32,7 @@ from jaxserve.ops.quantized import BLOCK
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.attention_sizes import compute_capability, serving_backend
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
-from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
-from jaxserve.runtime.exact_programs import ExactProgramSet, is_rounded
+from jaxserve.runtime.compilation.compiler import Program, compile_all, compiler_options
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.memory import MemoryPlan
@@ -40,6 +45,34 @@ from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.scheduling import WindowSize
 
 logger = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+
+
+def is_rounded(platform: str, activations: jnp.dtype) -> bool:
+    """Return whether XLA would round the activations of a product."""
+    return platform != "cpu" and activations == jnp.float32
+
+
+def exact(function: Function) -> Function:
+    """Return the function, whose products without a `precision` are exact when it is traced."""
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*args)
+
+    return traced
+
+
+@dataclass(frozen=True)
+class ExactProgramSet(ProgramSet):
+    """The programs of a model in float32 on an accelerator."""
+
+    def _program(self, name: str, function: Function, *rest: Any, **named: Any) -> Program:
+        return super()._program(name, exact(function), *rest, **named)
+
+
 _FIX = "leave runtime.activations out"
 _FP8_SINCE, _HOPPER = (8, 9), (9, 0)  # compute capability
 _PROBED = 3  # on a TPU a cache of this part of the memory is tried; a copy of it may be as large

@@ -23,7 +23,7 @@ from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.runtime.kv_cache import group_window
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.pages.page_file import PageFileConfig
+from jaxserve.runtime.page_file import PageFileConfig
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, WindowSize
 from tests.fakes import make_request, run_all

@@ -15,7 +15,7 @@ from jaxserve.engine.hosts.agreement import check_hosts, followed, for_followers
 from jaxserve.engine.hosts.following import Operations
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
 from jaxserve.errors import ConfigError, ConflictError, ServerError
-from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
+from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.transport.group import FollowerEnd, LeaderEnd, connect
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.group import (

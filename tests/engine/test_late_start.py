@@ -10,8 +10,7 @@ from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine, locate
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.models.checkpoint.hf_config import read_config
-from jaxserve.runtime.compilation.compiler import Program
-from jaxserve.runtime.compilation.late_compilation import num_threads
+from jaxserve.runtime.compilation.compiler import Program, num_threads
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.saved_programs.program_store import ProgramStore

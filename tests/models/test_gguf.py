@@ -31,7 +31,7 @@ from jaxserve.models.checkpoint.structure import build
 from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
 from jaxserve.models.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, inverse_frequencies
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.pages.page_file import fingerprint
+from jaxserve.runtime.page_file import fingerprint
 from tests.conftest import ONE_ROW
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint

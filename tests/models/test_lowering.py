@@ -22,7 +22,7 @@ from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling.slots import state_shapes
-from jaxserve.runtime.steps.step_input import decode_size
+from jaxserve.runtime.step_input import decode_size
 from tests.models.published import PUBLISHED
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

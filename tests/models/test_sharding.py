@@ -27,8 +27,8 @@ from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.checkpoint.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime.program_set import PROMPT_CHUNK
-from jaxserve.runtime.sampling.draw import CDF_LANES
 from jaxserve.runtime.sampling.logprobs import TOP_LOGPROBS
+from jaxserve.runtime.sampling.sampler import CDF_LANES
 from jaxserve.types.extras import MAX_CANDIDATES, MAX_LOGPROB_IDS
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words

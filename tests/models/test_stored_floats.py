@@ -20,7 +20,7 @@ from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.loader import LoadedModel, build, inspect, random_model
 from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
 from jaxserve.runtime.fingerprint import describe
-from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
+from jaxserve.runtime.weights import DeviceWeights
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.dense import dense_logits

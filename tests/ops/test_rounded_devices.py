@@ -21,7 +21,7 @@ from jaxserve.ops.linear.rounded import Device
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
+from jaxserve.runtime.numeric_check import serving_cases, wrong_numbers
 from jaxserve.runtime.runner_setup import chosen_products, chosen_rounding
 from tests.ops.test_quantized import RNG, decoded, quantized
 

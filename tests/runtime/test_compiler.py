@@ -3,8 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all, compiler_options
-from jaxserve.runtime.compilation.late_compilation import LateCompilation, compiles_programs
+from jaxserve.runtime.compilation.compiler import (
+    CompileCounter,
+    LateCompilation,
+    Program,
+    compile_all,
+    compiler_options,
+    compiles_programs,
+)
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 

@@ -16,10 +16,10 @@ from jaxserve.errors import ConflictError, InvalidValueError, ModelLoadError, We
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
+from jaxserve.runtime import weights
 from jaxserve.runtime.compilation.compiler import CompileCounter
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.weight_updates import tensor_of
-from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
+from jaxserve.runtime.weights import DeviceWeights
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
 from tests.models.families import CASES, ENCODERS
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_read_back_is_refused_by_name(make: MakeModel, monkeypatc
         model.weights.read("lm_heat", 1)
     with pytest.raises(InvalidValueError, match="held in int8"):
         packed.weights.read(DOWN, 1)
-    monkeypatch.setattr(tensor_of, "MAX_NUMBERS", 96 * 8)
+    monkeypatch.setattr(weights, "MAX_NUMBERS", 96 * 8)
     assert model.weights.read(DOWN, 8).shape == (8, 96)
     with pytest.raises(InvalidValueError, match="at most 8"):
         model.weights.read(DOWN, 9)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.sampling import draw, slots
+from jaxserve.runtime.sampling import sampler, slots
 from jaxserve.runtime.sampling.vocab import top_k_by_groups
 from jaxserve.types.sampling import SamplingParams, threefry2x32
 from tests.runtime.test_sampler import GREEDY, S, V, oracle_support, programs, random_logits, run, state_of, tokens
@@ -84,7 +84,7 @@ def draw_many(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndar
     """`count` draws of one request: its positions 0..count-1."""
     probs = jnp.exp((jnp.asarray(logits) - logits.max()) / params.temperature)[None].repeat(count, axis=0)
     full = functools.partial(jnp.full, count)
-    kept = draw.filter_probs(
+    kept = sampler.filter_probs(
         probs,
         full(params.top_k, jnp.int32),
         full(params.top_p, jnp.float32),
@@ -92,7 +92,7 @@ def draw_many(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndar
         jnp.ones(count, bool),
     )
     seed = jnp.full((count, 2), 1234, jnp.uint32)
-    return np.asarray(draw.inverse_cdf(kept, draw.random_uniform(seed, jnp.arange(count, dtype=jnp.int32))))
+    return np.asarray(sampler.inverse_cdf(kept, sampler.random_uniform(seed, jnp.arange(count, dtype=jnp.int32))))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_inverse_cdf_hits_every_token_and_never_one_of_probability_zero() -> Non
     probs = np.zeros((1, V), np.float32)
     probs[0, [0, 127, 128, 199]] = 1.0
     uniform = np.linspace(0, 1, 1000, dtype=np.float32)  # both ends included
-    drawn = draw.inverse_cdf(jnp.asarray(probs.repeat(1000, axis=0)), jnp.asarray(uniform))
+    drawn = sampler.inverse_cdf(jnp.asarray(probs.repeat(1000, axis=0)), jnp.asarray(uniform))
     assert np.unique(np.asarray(drawn)).tolist() == [0, 127, 128, 199]
     assert np.bincount(np.asarray(drawn))[[0, 127, 128, 199]].tolist() == pytest.approx([250] * 4, abs=1)
 
@@ -171,7 +171,7 @@ def test_padding_rows_change_nothing() -> None:
 def test_the_argmax_in_one_pass_is_the_first_maximum() -> None:
     logits = random_logits(6)
     logits[1, [3, 90]], logits[2], logits[3, 7], logits[4, 5] = 50.0, -np.inf, np.inf, np.nan
-    found, peak = jax.jit(draw.argmax_in_one_pass)(jnp.asarray(logits))
+    found, peak = jax.jit(sampler.argmax_in_one_pass)(jnp.asarray(logits))
     np.testing.assert_array_equal(np.asarray(found), logits.argmax(axis=1))  # numpy takes NaN for a maximum too
     np.testing.assert_array_equal(np.asarray(peak), logits.max(axis=1))
 

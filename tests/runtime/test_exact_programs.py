@@ -12,10 +12,9 @@ from jaxserve.models.pooling import PoolingConfig
 from jaxserve.runtime import encoder_runner
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.encoder_runner import EncoderRunner
-from jaxserve.runtime.exact_programs import ExactProgramSet
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.program_set import ProgramSet
-from jaxserve.runtime.runner_setup import RunnerSetup
+from jaxserve.runtime.runner_setup import ExactProgramSet, RunnerSetup
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import ENCODERS
 from tests.runtime.conftest import CONFIG

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.sampling import draw, slots
+from jaxserve.runtime.sampling import sampler, slots
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import RowStatus
@@ -110,16 +110,16 @@ def sampled_oracle(
             continue
         probs = np.exp((logits - logits.max()) / params.temperature).astype(np.float32)
         one = functools.partial(jnp.full, 1)
-        kept = draw.filter_probs(
+        kept = sampler.filter_probs(
             jnp.asarray(probs)[None],
             one(params.top_k, jnp.int32),
             one(params.top_p, jnp.float32),
             one(params.min_p, jnp.float32),
             one(True, jnp.bool_),
         )
-        uniform = draw.random_uniform(one(seed, jnp.uint32)[:, None] * jnp.asarray([[1, 0]], jnp.uint32),
+        uniform = sampler.random_uniform(one(seed, jnp.uint32)[:, None] * jnp.asarray([[1, 0]], jnp.uint32),
                                          one(len(tokens), jnp.int32))  # fmt: skip
-        tokens.append(int(draw.inverse_cdf(kept, uniform)[0]))
+        tokens.append(int(sampler.inverse_cdf(kept, uniform)[0]))
     return tokens[seq.num_prompt :]
 
 

@@ -14,11 +14,19 @@ from jaxserve.ops.moe import kernels_of
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, backend_names, get_backend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
+from jaxserve.runtime import numeric_check
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.numerics import numeric_check
-from jaxserve.runtime.numerics.numeric_cases import NumericCase, experts, sampler, sums
-from jaxserve.runtime.numerics.numeric_check import attention_case, check_numbers, serving_cases, wrong_numbers
+from jaxserve.runtime.numeric_check import (
+    NumericCase,
+    attention_case,
+    check_numbers,
+    experts,
+    sampler,
+    serving_cases,
+    sums,
+    wrong_numbers,
+)
 
 CPU = make_mesh("cpu")
 OPTIONS = compiler_options("cpu")

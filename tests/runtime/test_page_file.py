@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.pages.host_pool import HostPool, HostPools
-from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig, fingerprint, remove_unused
+from jaxserve.runtime.host_pages import HostPool, HostPools
+from jaxserve.runtime.page_file import PageFile, PageFileConfig, fingerprint, remove_unused
 from jaxserve.types.step import PageMove
 from tests.waiting import wait_until
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.runtime.compilation.program_table import ProgramTable
+from jaxserve.runtime.compilation.compiler import ProgramTable
 
 
 def table(*names: str) -> ProgramTable:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.sampling import draw, logprobs, sampler, slots
-from jaxserve.runtime.sampling.logit_rules import LogitRules
+from jaxserve.runtime.sampling import logprobs, sampler, slots
+from jaxserve.runtime.sampling import sampler as draw
+from jaxserve.runtime.sampling.sampler import LogitRules
 from jaxserve.text.watermark import token_numbers
 from jaxserve.types.extras import MAX_CANDIDATES
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams

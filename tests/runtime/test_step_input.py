@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks import host_cost
+from jaxserve.runtime import step_input
 from jaxserve.runtime.programs import attention_metadata, each_token
 from jaxserve.runtime.sampling import slots
-from jaxserve.runtime.steps import step_input
-from jaxserve.runtime.steps.step_input import PageUpdates
+from jaxserve.runtime.step_input import PageUpdates
 from jaxserve.types.step import PageTableUpdate, ScheduledRow
 from tests.runtime.slot_states import empty_state
 

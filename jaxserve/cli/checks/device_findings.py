@@ -21,8 +21,7 @@ from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.memory import device_memory
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
-from jaxserve.runtime.numerics.numeric_cases import NumericCase
-from jaxserve.runtime.numerics.numeric_check import attention_case, serving_cases, wrong_numbers
+from jaxserve.runtime.numeric_check import NumericCase, attention_case, serving_cases, wrong_numbers
 from jaxserve.runtime.runner_config import context_length, resolve_dtypes
 from jaxserve.system import NVIDIA_DRIVER
 from jaxserve.text.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from jaxserve.types.step import TokenOutput
 
 MAX_FILES = 4  # at a time, because each may hold gigabytes
 # Pages that a decode engine reads between two of its steps: the larger size of its page programs
-# (runtime/pages/page_transfer.py). One call for all would hold up its streams for the copy of the whole prompt.
+# (runtime/host_pages.py). One call for all would hold up its streams for the copy of the whole prompt.
 PAGES_AT_ONCE = 64
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from jaxserve.models.checkpoint.checkpoint import Checkpoint
 from jaxserve.models.checkpoint.safetensors_file import read_contents
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source, source_of
-from jaxserve.runtime.weight_updates.device_weights import Place, Tick
+from jaxserve.runtime.weights import Place, Tick
 
 MAX_LABEL = 128  # characters
 TAGS: tuple[Tag, ...] = get_args(Tag)

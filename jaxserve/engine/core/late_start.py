@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 
 from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.runtime.compilation.compiler import WarmUp
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.warm_up import WarmUp
 from jaxserve.types.scheduling import StepTimes
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from jaxserve.config import Config
 from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.errors import ConfigError, ConflictError, InvalidValueError, ServerError
 from jaxserve.models.config import ModelConfig
+from jaxserve.runtime.host_pages import page_views
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.pages.host_pool import page_views
 from jaxserve.types.step import SchedulerOutput
 
 _LENGTH = 4  # bytes of the header's length, little-endian

@@ -17,7 +17,7 @@ from jaxserve.models.checkpoint.safetensors_file import read_contents
 from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
+from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.transport.child import write
 from jaxserve.transport.group import FollowerEnd
 from jaxserve.types.group import (

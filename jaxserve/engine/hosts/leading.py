@@ -18,7 +18,7 @@ from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.checkpoint.weight_sources import WeightSource
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.weight_updates.device_weights import DeviceWeights, Place, Tick
+from jaxserve.runtime.weights import DeviceWeights, Place, Tick
 from jaxserve.transport.group import LeaderEnd
 from jaxserve.types.group import Done, Execute, LeaderEnds, Operation, PlanOffer, Sample, WarmedUp, WarmRun
 from jaxserve.types.scheduling import StepTimes

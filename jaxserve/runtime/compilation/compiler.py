@@ -2,14 +2,28 @@
 
 Owns the parallel compilation of programs and the count of XLA compilations. A compiled program has one shape: a call
 with another shape is an error, never a compilation while serving.
+
+Programs that are compiled while the engine already serves with others, in threads.
+
+They have the priority of all other threads: one that the system lets wait while it holds Python's lock would stop the
+engine.
+
+The programs of a runner by family and size, some of which may be compiled only later.
+
+A step takes the smallest program that is there and large enough. The largest of each family that steps need is there
+from the start, so that every step finds one.
+
+The first runs of a runner's programs, which also measure how long a step takes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -20,6 +34,9 @@ import jax
 from jax import monitoring
 
 from jaxserve.runtime.compilation import program_cache
+from jaxserve.types.scheduling import StepTimes
+
+logger = logging.getLogger(__name__)
 
 # YNNPACK computes each dot alone, without fusing a dot or a reduction with its neighbours.
 _SINGLE_DOTS: Mapping[str, bool | str] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
@@ -187,3 +204,208 @@ def timed(compiled: jax.stages.Compiled, *args: Any) -> float:
     start = time.perf_counter()
     jax.block_until_ready(compiled(*args))
     return time.perf_counter() - start
+
+
+# Tracing takes half of a compilation and holds Python's lock, which every step needs several times.
+CORES_PER_THREAD, MOST_THREADS = 4, 4
+
+
+def num_threads(cores: int) -> int:
+    """Return in how many threads programs are compiled while requests are served. cores: that this process may use"""
+    return max(1, min(MOST_THREADS, cores // CORES_PER_THREAD))
+
+
+def compiles_programs() -> bool:
+    """Return whether this thread compiles the programs of an engine: of this one, or of another in the process."""
+    return threading.current_thread().name.startswith("compile")  # here, and in `compile_all`
+
+
+class LateCompilation:
+    """Compiles or loads programs in threads, in their order, and hands over each.
+
+    total   how many there are; with `done` all are there
+    error   why a thread ended early; the engine goes on with the programs that it has
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        store: ProgramStorage | None,
+        take: Callable[[str, jax.stages.Compiled], None],
+    ) -> None:
+        """take: called with the name of a program and itself, in a thread, one call at a time"""
+        self.total = len(programs)
+        self.error: Exception | None = None
+        self._done = 0
+        self._left: Iterator[Program] = iter(programs)
+        self._store, self._take = store, take
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._began = 0.0
+        count = min(self.total, num_threads(len(os.sched_getaffinity(0))))
+        self._threads = [threading.Thread(target=self._run, name="compile-late", daemon=True) for _ in range(count)]
+
+    @property
+    def done(self) -> int:
+        """How many programs are there."""
+        return self._done
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all programs are there."""
+        return self._done == self.total
+
+    def start(self) -> None:
+        """Begin, if there is anything to compile. A second call does nothing."""
+        if self._threads and self._threads[0].ident is None:
+            self._began = time.monotonic()
+            for thread in self._threads:
+                thread.start()
+
+    def close(self) -> None:
+        """Begin no more programs. Does not wait for those that are being compiled."""
+        self._stopped = True
+
+    def wait(self) -> None:
+        """Wait until nothing is being compiled. Raises the error that ended a thread early."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            while (program := self._next()) is not None:
+                self._add(program.name, obtain(program, self._store))
+        except Exception as error:
+            self.error = error
+            logger.exception("the other programs are not compiled; steps are padded to those that are there")
+
+    def _next(self) -> Program | None:
+        with self._lock:
+            return None if self._stopped or self.error is not None else next(self._left, None)
+
+    def _add(self, name: str, compiled: jax.stages.Compiled) -> None:
+        with self._lock:
+            self._take(name, compiled)
+            self._done += 1
+            if self.is_complete:
+                program_cache.share()
+                logger.info("after %.1f s all programs are there", time.monotonic() - self._began)
+            logger.debug("%s: %d of %d late programs are there", name, self._done, self.total)
+
+
+class ProgramTable:
+    """Programs by family and size, ascending. One thread at a time may `add`; others may look for programs."""
+
+    def __init__(self, families: Mapping[str, Sequence[int]], compiled: Mapping[str, jax.stages.Compiled]) -> None:
+        self.by_size: dict[str, dict[int, jax.stages.Compiled]] = {family: {} for family in families}
+        self._sizes: dict[str, tuple[int, ...]] = dict.fromkeys(families, ())
+        for name, program in compiled.items():
+            self.add(name, program)
+
+    def add(self, name: str, program: jax.stages.Compiled) -> None:
+        """Add the program `family[size]`. Any other name is ignored."""
+        family, bracket, size = name.rstrip("]").partition("[")
+        if bracket and family in self.by_size:
+            by_size = self.by_size[family] | {int(size): program}
+            self.by_size[family] = dict(sorted(by_size.items()))
+            self._sizes[family] = tuple(self.by_size[family])  # last: another thread reads it
+
+    def sizes(self, family: str) -> tuple[int, ...]:
+        """Return the sizes that are there, ascending."""
+        return self._sizes[family]
+
+    def find(self, family: str, count: int) -> int | None:
+        """Return the smallest size that is there and holds `count`; None: there is none."""
+        sizes = self._sizes[family]
+        index = bisect_left(sizes, count)
+        return sizes[index] if index < len(sizes) else None
+
+    def fit(self, family: str, count: int) -> int:
+        """Return the smallest size that is there and holds `count`. Raises ValueError if there is none."""
+        size = self.find(family, count)
+        if size is None:
+            largest = max(self._sizes[family], default=0)
+            raise ValueError(f"{count} is above the largest bucket, {largest}, of the {family} programs")
+        return size
+
+
+# On a GPU every program is worth it: the first request of one that did not run waits for its CUDA graph.
+WARM_UP_SECONDS = {"cpu": 5.0, "gpu": 60.0, "tpu": 5.0}
+FIRST_RUN_SECONDS = 1.0  # a run this long is timed once: the overhead of a first run hardly matters
+SHORT_RUN_SECONDS = 0.01  # a run this short is timed MAX_RUNS times
+MAX_RUNS = 5
+
+BeforeRun = Callable[[str, int], None]
+
+
+class Runs(Protocol):
+    """A runner, as far as its first runs go."""
+
+    def sizes(self) -> list[tuple[str, int]]: ...
+    def timed_run(self, family: str, size: int) -> float: ...
+
+
+class WarmUp:
+    """Runs programs, small ones first, until `limit` seconds of runs are spent and a step of `least` tokens has run.
+
+    programs: (family, size) of each. run: runs one of them and returns the seconds
+    """
+
+    def __init__(
+        self, programs: Sequence[tuple[str, int]], run: Callable[[str, int], float], limit: float, least: int = 0
+    ) -> None:
+        self._programs = sorted(programs, key=lambda program: program[1])
+        self._run = run
+        self._limit, self._least = limit, least
+        self._seconds: dict[str, dict[int, float]] = {}
+
+    def steps(self) -> Iterator[None]:
+        """Run one program each time that the iterator is advanced."""
+        spent = 0.0
+        for family, size in self._programs:
+            began = time.perf_counter()
+            self._seconds.setdefault(family, {})[size] = _fastest(self._run, family, size)
+            spent += time.perf_counter() - began
+            yield
+            if spent > self._limit and size > self._least:
+                return
+
+    def times(self) -> StepTimes:
+        """Return the times of steps, as far as they were measured."""
+        hidden, verify = self._seconds.get("decode_hidden", {}), self._seconds.get("verify", {})
+        verify = {size: hidden[size] + taken for size, taken in verify.items() if size in hidden}
+        return StepTimes.of(self._seconds.get("decode", {}), self._seconds.get("extend", {}), verify)
+
+
+def measured_times(runner: Runs, platform: str, max_drafts: int, before_run: BeforeRun | None = None) -> StepTimes:
+    """Run every program, small ones first. Stops after WARM_UP_SECONDS of the platform and a step of drafts.
+
+    before_run: called before each run; other hosts must make the same run, and know no time
+    """
+
+    def run(family: str, size: int) -> float:
+        if before_run is not None:
+            before_run(family, size)
+        return runner.timed_run(family, size)
+
+    warm_up = WarmUp(runner.sizes(), run, WARM_UP_SECONDS[platform], max_drafts)
+    for _ in warm_up.steps():
+        pass
+    return warm_up.times()
+
+
+def _fastest(run: Callable[[str, int], float], family: str, size: int) -> float:
+    """Return the seconds of the fastest of several runs. Runs once only if that took FIRST_RUN_SECONDS.
+
+    On a CPU a first run takes up to 0.1 s longer than the next. On a GPU the second run records the CUDA graph.
+    A short run takes several times as long if another process interrupts it, so that short runs are repeated.
+    """
+    taken = run(family, size)
+    if taken >= FIRST_RUN_SECONDS:
+        return taken
+    taken = min(taken, run(family, size))
+    repeats = MAX_RUNS - 2 if taken < SHORT_RUN_SECONDS else 0
+    return min([taken, *(run(family, size) for _ in range(repeats))])

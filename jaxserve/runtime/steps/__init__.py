@@ -1,1 +1,0 @@
-"""What goes into a step as one packed array, and what comes out of it."""
