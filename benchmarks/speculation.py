@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import Config
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import build_engine
 from jaxserve.runtime.sampling.sampler import RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxserve.bench.report import environment
 from jaxserve.config import Config
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import build_engine
 from jaxserve.types.sampling import EngineRequest, SamplingParams, Tenant
 

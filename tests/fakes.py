@@ -16,7 +16,7 @@ from random import Random
 import msgspec
 import numpy as np
 
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig

@@ -5,14 +5,22 @@
 
 Step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side; its
 programs are plain functions over pytrees. `close`, or leaving a `with` block, ends the mask threads.
+
+One thread at a time uses an engine in its process, and Ctrl-C does not stop it in the middle of a step.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -20,12 +28,10 @@ import msgspec
 import numpy as np
 
 from jaxserve.config import Config
-from jaxserve.engine.core.engine_control import EngineControl
-from jaxserve.engine.core.engine_core import EngineCore, StepError
-from jaxserve.engine.core.page_handover import PageHandover
-from jaxserve.engine.core.serving_state import Mode
+from jaxserve.engine.control import EngineControl
+from jaxserve.engine.core import EngineCore, Mode, StepError
 from jaxserve.engine.factory import build_engine
-from jaxserve.engine.turns import Turns
+from jaxserve.engine.page_handover import PageHandover
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ServerError
 from jaxserve.text.detokenizer import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
@@ -34,10 +40,87 @@ from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
 from jaxserve.types.sampling import EngineRequest, SamplingParams, request_seed, siblings
 from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput, joined_versions
 
+logger = logging.getLogger(__name__)
+
+POLL = 0.001  # seconds between two tries of a coroutine, which must not block its event loop
+
+
+class Turns:
+    """What runs under `held` or `awaited` runs alone. A thread may nest them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._later: deque[Callable[[], None]] = deque()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait until no other thread is within. A KeyboardInterrupt of the body is raised at its end."""
+        with self._lock, interrupts_wait(), self._then_later():
+            yield
+
+    @contextlib.asynccontextmanager
+    async def awaited(self) -> AsyncIterator[None]:
+        """As `held`, for a coroutine whose body awaits nothing."""
+        while not self._lock.acquire(blocking=False):
+            await asyncio.sleep(POLL)
+        try:
+            with self._then_later():
+                yield
+        finally:
+            self._lock.release()
+
+    def soon(self, work: Callable[[], None]) -> None:
+        """Run `work` now, or at the end of what runs in another thread. Never waits for one.
+
+        The garbage collector may call this while the other thread waits for this one.
+        """
+        self._later.append(work)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._run_later()
+            finally:
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def _then_later(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._run_later()
+
+    def _run_later(self) -> None:
+        while self._later:
+            self._later.popleft()()
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C at the end of the body, but that of a second one at once.
+
+    Does nothing outside of the main thread, and if the program handles SIGINT itself.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    caught: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        if len(caught) > 1:
+            signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if len(caught) == 1:
+            raise KeyboardInterrupt
+
+
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt` or `prompt_token_ids`, as vLLM's has
 Sink = Callable[[RequestOutput], None]  # receives the outputs of a sequence
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

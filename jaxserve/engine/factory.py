@@ -1,12 +1,19 @@
 """Builds an engine from a Config: finds and loads the checkpoint, compiles the programs, creates the scheduler.
 
 The only place where configuration, models, runtime and scheduler meet. Reports its progress as messages.
+
+Recognizes rerankers: models whose files, template or configuration say how they tell a document's relevance.
+
+Owns what these files say about the use of a head's numbers.
+
+What an engine says about itself and its model when it is ready.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable
 from importlib.resources import files
@@ -14,19 +21,17 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxserve.config import Config, SpeculationSection
-from jaxserve.engine.core.engine_control import EngineControl
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
-from jaxserve.engine.core.late_start import LateStart
-from jaxserve.engine.core.page_handover import PageHandover, check_handover
-from jaxserve.engine.engine_info import CPU_SHARE, DEMO_NAME, ServedModel, engine_info
-from jaxserve.engine.group_control import GroupControl
-from jaxserve.engine.hosts.joining import lead
-from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
+from jaxserve.config import Config, ModelSection, SpeculationSection
+from jaxserve.engine.control import EngineControl
+from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.hosts.leader import GroupControl, Leader, LeaderRunner, LeaderWeights, lead
+from jaxserve.engine.late_start import LateStart
+from jaxserve.engine.page_handover import PageHandover, check_handover
 from jaxserve.engine.server import BuiltEngine
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import BitmaskFiller, MatcherFactory
+from jaxserve.model_files import gguf_file, read_object
 from jaxserve.models.checkpoint.chosen_form import choose_head, choose_quantization
 from jaxserve.models.checkpoint.gguf import config_file
 from jaxserve.models.checkpoint.hf_config import read_config
@@ -35,7 +40,7 @@ from jaxserve.models.checkpoint.loader import LoadedModel, load_model, random_mo
 from jaxserve.models.checkpoint.quantization import read_quantization
 from jaxserve.models.checkpoint.read_config import embedding_prompt
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.pooling import PoolingConfig, read_pooling
+from jaxserve.models.pooling import LOGIT_SCORE, PoolingConfig, is_embedder, read_pooling, sentence_modules
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
@@ -53,12 +58,186 @@ from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
 from jaxserve.runtime.saved_programs.program_store import open_store
 from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.speculation.ngram import Drafter, NGramDrafter
+from jaxserve.text.chat_template import template_sources
+from jaxserve.text.pairs import has_pair_roles
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import FromEngine, Located, Progress
+from jaxserve.types.messages import EngineInfo, FromEngine, Located, Progress
 from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, StepTimes
 from jaxserve.version import __version__
 
 logger = logging.getLogger(__name__)
+
+WORDS = ("no", "yes")  # of a template that names no others
+_ACTIVATIONS = ("activation_fn", "sbert_ce_default_activation_function")
+
+
+def label_token_ids(section: ModelSection, directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens by which the model says not relevant and relevant; () if it is no such reranker.
+
+    The configuration decides, else the module LogitScore of sentence-transformers, else a chat template with the roles
+    `query` and `document` and the words yes and no. Raises ConfigError for words that are not two tokens, and
+    ModelLoadError for a LogitScore that names no two.
+    """
+    if section.classifier_from_token:
+        return _tokens(section.classifier_from_token, tokenizer)
+    path = sentence_modules(directory).get(LOGIT_SCORE)
+    if path is not None:
+        return _published(directory / path / "config.json", tokenizer.vocab_size)
+    sources = template_sources(tokenizer, section.chat_template)
+    template = sources[0] if sources is not None else ""
+    if has_pair_roles(template) and all(re.search(rf"""["']{word}["']""", template) for word in WORDS):
+        return _tokens(WORDS, tokenizer)
+    return ()
+
+
+def has_raw_scores(directory: Path) -> bool:
+    """Return whether a cross-encoder's files say that its scores are used without a sigmoid."""
+    names = []
+    for file in (directory / "config.json", directory / "config_sentence_transformers.json"):
+        found = read_object(file) if file.is_file() else {}
+        inner = found.get("sentence_transformers")
+        names += [each.get(key) for each in (found, inner if isinstance(inner, dict) else {}) for key in _ACTIVATIONS]
+    return any(isinstance(name, str) and name.endswith("Identity") for name in names)
+
+
+def is_regression(directory: Path) -> bool:
+    """Return whether the numbers of a classification head are values, which transformers gives without a softmax."""
+    file = directory / "config.json"
+    return file.is_file() and read_object(file).get("problem_type") == "regression"
+
+
+def _tokens(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids = [tokenizer.token_to_id(word) for word in words]
+    if len(set(ids)) != 2 or len(ids) != 2 or None in ids:
+        raise ConfigError(
+            f"model.classifier_from_token: {', '.join(words)} must be two words that are one token each",
+            fix="name the words for not relevant and relevant, for example no,yes",
+        )
+    return tuple(each for each in ids if each is not None)
+
+
+def _published(file: Path, vocab_size: int) -> tuple[int, ...]:
+    """Read the file of a LogitScore module. Raises ModelLoadError unless it names two tokens."""
+    settings = read_object(file)
+    given = [settings.get(f"{name}_token_id") for name in ("false", "true")]
+    ids = [each for each in given if isinstance(each, int) and 0 <= each < vocab_size]
+    if len(ids) != 2:
+        raise ModelLoadError(f"{file}: expected false_token_id and true_token_id")
+    return tuple(ids)
+
+
+DEMO_NAME = "demo"
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*/?", re.ASCII)
+# On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
+# lengthens the steps of online requests: twice as many made those of the demo model on 2 cores wait 1.5 times as long.
+CPU_SHARE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A loaded model and what its files say about its use."""
+
+    directory: Path
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+    pooling: PoolingConfig
+    embedding_prompt: str = ""
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it makes embeddings and nothing else."""
+        return is_embedder(self.directory, self.loaded.config)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it generates text."""
+        return not (self.embeds or self.loaded.config.labels)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an output: the model's, and the tokenizer's `eos_token`, which alone may name a chat's.
+
+        A GGUF file may name one of several: there all ends of the tokenizer count.
+        """
+        model, tokenizer = self.loaded.config, self.tokenizer
+        own = tokenizer.eos_token_ids if gguf_file(self.directory) else (tokenizer.eos_token_id,)
+        ids = (*model.eos_token_ids, *own)
+        return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < model.vocab_size))
+
+
+def served_names(config: Config) -> list[str]:
+    """Return the names that clients may use: the configured ones, or the checkpoint's own name.
+
+    A relative directory that is written as a hub id, Qwen/Qwen3-8B, may be called so too.
+    """
+    if config.model.served_name:
+        return list(config.model.served_name)
+    path = config.model.path
+    if path is None:
+        return [DEMO_NAME]
+    found = Path(path).expanduser()
+    if found.is_dir():
+        return [found.resolve().name, *([path.rstrip("/")] if _HUB_ID.fullmatch(path) else [])]
+    return [found.stem if found.is_file() else path]
+
+
+def engine_info(
+    config: Config,
+    found: ServedModel,
+    runner: ModelRunner | EncoderRunner,
+    times: StepTimes,
+    seconds: dict[str, float],
+    num_compiled: int,
+) -> EngineInfo:
+    """Describe a ready engine.
+
+    seconds: of the phases of its start. num_compiled: programs that no cache had
+    """
+    model = found.loaded.config
+    defaults = dataclasses.asdict(model.generation)
+    return EngineInfo(
+        model_path=config.model.path or DEMO_NAME,
+        served_names=served_names(config),
+        architecture=model.architecture,
+        dtype=config.model.dtype if config.model.dtype != "auto" else str(runner.leaves[0].dtype),
+        vocab_size=model.vocab_size,
+        max_model_len=runner.plan.max_model_len,
+        page_size=runner.plan.page_size,
+        num_pages=runner.plan.num_pages,
+        max_num_seqs=runner.config.max_num_seqs,
+        max_num_batched_tokens=runner.config.max_num_batched_tokens,
+        useful_rows=_useful_rows(runner, times),
+        attention=runner.backend.name if isinstance(runner, ModelRunner) else "dense",
+        devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
+        num_programs=runner.num_programs,
+        eos_token_ids=list(found.eos_token_ids),
+        generation_defaults={name: value for name, value in defaults.items() if value is not None},
+        memory_plan=runner.plan.as_dict(),
+        seconds=seconds,
+        is_embedding=found.embeds,
+        embedding_size=model.hidden_size,
+        embedding_normalized=found.pooling.normalize,
+        embedding_prompt=found.embedding_prompt,
+        labels=list(model.labels),
+        multi_label=model.multi_label,
+        regression=is_regression(found.directory),
+        raw_scores=has_raw_scores(found.directory),
+        label_token_ids=label_token_ids(config.model, found.directory, found.tokenizer) if found.generates else (),
+        routed=_routed(model),
+        num_compiled=num_compiled,
+    )
+
+
+def _useful_rows(runner: ModelRunner | EncoderRunner, times: StepTimes) -> int:
+    """See EngineInfo.useful_rows."""
+    most = runner.config.max_num_seqs
+    return most if runner.mesh.platform != "cpu" else max(1, round(CPU_SHARE * times.full_rows(most)))
+
+
+def _routed(config: ModelConfig) -> tuple[int, int]:
+    """See EngineInfo.routed."""
+    return (0, 0) if config.moe is None else (sum(config.moe.sparse_layers), config.moe.experts_per_token)
+
 
 Send = Callable[[FromEngine], None]
 

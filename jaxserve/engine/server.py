@@ -1,24 +1,33 @@
 """The engine loop: receives messages, runs steps, sends outputs. Runs in a child process or in a thread.
 
 Uses an EngineCore and a Channel. Knows no sockets, text or HTTP. An error of one request ends only that request.
+
+Groups the outputs of batch requests, because no client reads them token by token.
+
+One message per step and batch request would cost the API process more than online requests do. Knows TokenOutputs
+only.
+
+The life of each request in the engine process, as debug lines: received, started, first token, finished.
+
+Why a request waits is logged by scheduler/admission.py, and its preemption by the scheduler.
+
+The engine's log lines: what it did since the last line while it is busy, and one line when it becomes idle.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from jaxserve.engine.core.compiling import Prepare
-from jaxserve.engine.core.engine_core import EngineCore, StepError
-from jaxserve.engine.output_groups import OutputGroups
-from jaxserve.engine.request_log import log_iteration, log_received
-from jaxserve.engine.stats_log import StatsLog
+from jaxserve.engine.core import EngineCore, Prepare, StepError
 from jaxserve.errors import HTTPError, JaxserveError
 from jaxserve.transport.shared_state import RecordingRunner, SharedState, WorkRecord
+from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import (
     Abort,
     Add,
@@ -32,20 +41,172 @@ from jaxserve.types.messages import (
     Stop,
     ToEngine,
 )
-from jaxserve.types.step import FinishReason, TokenOutput
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
+from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenOutput, joined_versions
 
-if TYPE_CHECKING:  # these import JAX, which the loop does without
-    from jaxserve.engine.core.engine_control import EngineControl
-    from jaxserve.engine.core.late_start import LateStart
-    from jaxserve.engine.core.page_handover import PageHandover
+if TYPE_CHECKING:
+    from jaxserve.engine.control import EngineControl
+    from jaxserve.engine.late_start import LateStart
+    from jaxserve.engine.page_handover import PageHandover
+
+
+logger = logging.getLogger(__name__)
+
+# after a crash of this process, a new engine computes at most so many tokens of a batch request again
+GROUP_TOKENS = 64
+
+
+class OutputGroups:
+    """Holds back the outputs of watched requests, except the first and the last of each."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, TokenOutput | None] = {}  # None: no output yet
+
+    def __len__(self) -> int:
+        """Number of watched requests."""
+        return len(self._held)
+
+    def watch(self, request: EngineRequest) -> None:
+        """Group the outputs of a batch request. Not with stop strings, which are found by the API process."""
+        params = request.params
+        if params.grouped and request.priority >= BACKGROUND_PRIORITY and not (params.stop or params.stop_regex):
+            self._held[request.request_id] = None
+
+    def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Return what must be sent now. Held tokens are sent with the output that follows them."""
+        if not self._held:
+            return outputs
+        return [ready for output in outputs if (ready := self._join(output)) is not None]
+
+    def _join(self, output: TokenOutput) -> TokenOutput | None:
+        request_id = output.request_id
+        if request_id not in self._held:
+            return output
+        before = self._held[request_id]
+        if before is not None:
+            _prepend(before, output)
+        if output.finish_reason is not None:
+            del self._held[request_id]
+            return output
+        if before is None or len(output.token_ids) >= GROUP_TOKENS:
+            self._held[request_id] = TokenOutput(request_id=request_id)
+            return output
+        self._held[request_id] = output
+        return None
+
+
+def _prepend(before: TokenOutput, output: TokenOutput) -> None:
+    """Prepend the held tokens of the same request to `output`."""
+    if before.weight_versions or output.weight_versions:
+        made = [each.weight_versions or (FIRST_VERSION,) for each in (before, output) if each.is_made]
+        output.weight_versions = joined_versions(*made)
+    output.token_ids = before.token_ids + output.token_ids
+    if before.logprobs is not None:
+        output.logprobs = before.logprobs + (output.logprobs or [])
+    output.prompt_logprobs = before.prompt_logprobs or output.prompt_logprobs
+    output.extras = TokenExtras.joined([before.extras, output.extras])
+    output.num_accepted_drafts += before.num_accepted_drafts
+    output.num_rejected_drafts += before.num_rejected_drafts
+
+
+def log_received(requests: Iterable[EngineRequest], num_prompt_tokens: int) -> None:
+    """Log that the requests have come in. num_prompt_tokens: of the prompt that they share."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    for request in requests:
+        logger.debug(
+            "request %s (%s) received: %d prompt tokens, at most %s new ones, priority %d%s",
+            *(request.request_id, request.client_id, num_prompt_tokens, request.params.max_tokens, request.priority),
+            ", its grammar is compiled first" if request.params.grammar is not None else "",
+        )
+
+
+def log_iteration(started: Iterable[str], outputs: Iterable[TokenOutput]) -> None:
+    """Log what one iteration of the engine loop did. started: ids of the requests that were given a slot."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    for request_id in started:
+        logger.debug("request %s starts", request_id)
+    for output in outputs:
+        if output.first_token_seconds:
+            logger.debug("request %s has its first token after %.3f s", output.request_id, output.first_token_seconds)
+        if output.finish_reason is not None:
+            logger.debug(
+                "request %s finished: %s, %d preemptions%s",
+                *(output.request_id, output.finish_reason, output.num_preemptions),
+                f", {output.error}" if output.error else "",
+            )
+
+
+class StatsLog:
+    """Writes a line at most every `interval` seconds, each about a busy period of at most that length.
+
+    Idle gaps shorter than the interval belong to the busy period. A single request that finishes within the interval
+    leaves no line. num_pages: size of the whole pool.
+    """
+
+    def __init__(
+        self, interval: float, num_pages: int, page_size: int, reasons: Callable[[], Sequence[str]] = tuple
+    ) -> None:
+        self._interval = interval
+        self._reasons = reasons
+        self._num_pages = max(1, num_pages)  # an encoder has no pages
+        self._page_size = page_size
+        self._last = EngineStats()  # at the start of the current period
+        self._started: float | None = None  # start of the current period, time.monotonic(); None: idle
+        self._last_busy = 0.0  # time.monotonic()
+        self._has_written = False  # a line was written since the engine was last idle
+
+    def update(self, stats: Callable[[], EngineStats], *, busy: bool, now: float) -> None:
+        """Process one iteration of the engine loop at time.monotonic() `now` and write the lines that are due.
+
+        stats: called only if a busy period ends or a line is due
+        """
+        if busy:
+            self._work(stats, now)
+        elif self._started is not None and now - self._last_busy >= self._interval:
+            self._rest(stats())
+
+    def _work(self, stats: Callable[[], EngineStats], now: float) -> None:
+        self._last_busy = now
+        if self._started is None:
+            self._started, self._has_written = now, False
+        elif now - self._started >= self._interval:
+            self._write(stats(), now - self._started)
+            self._started, self._has_written = now, True
+
+    def _rest(self, stats: EngineStats) -> None:
+        """End a busy period. Write a line if the period had lines before."""
+        if self._has_written and self._started is not None:
+            self._write(stats, self._last_busy - self._started, ", idle")
+        self._last, self._started = stats, None
+
+    def _write(self, stats: EngineStats, seconds: float, note: str = "") -> None:
+        seconds = max(seconds, 1e-9)
+        last, self._last = self._last, stats
+        new = stats.computed_prompt_tokens - last.computed_prompt_tokens
+        cached = stats.cached_tokens - last.cached_tokens
+        if new or cached:
+            logger.info(
+                "prefill: new tokens %d, cached tokens %d, %.1f tokens/s, running %d, queued %d",
+                *(new, cached, new / seconds, stats.num_running, stats.num_waiting),
+            )
+        if counts := Counter(self._reasons()).most_common():
+            logger.info("waiting: %s", "; ".join(f"{count} for {reason}" for reason, count in counts))
+        generated = stats.generation_tokens - last.generation_tokens
+        logger.info(
+            "decode: running %d, queued %d, %.1f tokens/s, KV tokens %d (%.2f), steps %d, retracted %d%s",
+            *(stats.num_running, stats.num_waiting, generated / seconds, stats.num_pages_used * self._page_size),
+            *(stats.num_pages_used / self._num_pages, stats.steps - last.steps, stats.preemptions - last.preemptions),
+            note,
+        )
+
 
 STATS_INTERVAL = 0.25  # minimum seconds between two stats messages of a busy engine; one costs about 20 us
 IDLE_WAIT = 1.0  # maximum seconds that an idle loop sleeps, so that stats and deadlines advance
 MAX_REBUILDS = 3  # failed steps within REBUILD_WINDOW that lead to a rebuild; one more ends the process
 REBUILD_WINDOW = 600.0  # seconds
 COMPILE_WAIT = 0.002  # seconds between two checks of grammars being compiled, if nothing else runs
-
-logger = logging.getLogger(__name__)
 
 
 class Channel(Protocol):

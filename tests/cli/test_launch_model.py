@@ -13,8 +13,7 @@ import httpx2
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.engine.engine_info import served_names
-from jaxserve.engine.factory import locate
+from jaxserve.engine.factory import locate, served_names
 from jaxserve.errors import ModelLoadError
 from tests.cli.test_launch import launch
 from tests.transport.test_child_process import plant

@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.core.page_handover import check_handover
 from jaxserve.engine.factory import build_engine
+from jaxserve.engine.page_handover import check_handover
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig, RopeConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve import Engine, SamplingParams
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.sampling import EngineRequest
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import FinishReason

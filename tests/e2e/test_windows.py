@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import _restore_pages, _scheduler_config
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.runtime.kv_cache import group_window

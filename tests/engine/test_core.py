@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig, StepTimes

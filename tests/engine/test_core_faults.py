@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.engine.core import engine_core as core_module
-from jaxserve.engine.core.engine_core import EngineCore, StepError
+from jaxserve.engine import core as core_module
+from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.types.fault_isolator import DeviceFaultError
 from jaxserve.types.sampling import GrammarSpec
 from jaxserve.types.step import FinishReason, SchedulerOutput

@@ -13,10 +13,9 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine import factory
-from jaxserve.engine.core.engine_core import EngineCore
-from jaxserve.engine.engine import Completion, TextEngine
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.engine import Completion, TextEngine, interrupts_wait
 from jaxserve.engine.server import BuiltEngine
-from jaxserve.engine.turns import interrupts_wait
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError, ServerError
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.text.detokenizer import RequestOutput, SequenceText

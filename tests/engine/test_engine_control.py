@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from jaxserve.engine.core import engine_control
-from jaxserve.engine.core.engine_control import EngineControl
-from jaxserve.engine.group_control import GroupControl
+from jaxserve.engine import control as engine_control
+from jaxserve.engine.control import EngineControl
+from jaxserve.engine.hosts.leader import GroupControl
 from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.errors import ConflictError
 from jaxserve.transport.shared_state import SharedState

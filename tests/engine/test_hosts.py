@@ -12,8 +12,8 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import check_hosts, followed, for_followers, group_key, hello, objection
-from jaxserve.engine.hosts.following import Operations
-from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
+from jaxserve.engine.hosts.follower import Operations
+from jaxserve.engine.hosts.leader import Leader, LeaderRunner, LeaderWeights
 from jaxserve.errors import ConfigError, ConflictError, ServerError
 from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.transport.group import FollowerEnd, LeaderEnd, connect

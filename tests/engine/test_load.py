@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scheduler import decode_step_seconds
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.step import FinishReason, SampledTokens, SchedulerOutput
 from tests.fakes import VOCAB, Transcripts, drain, make_core, make_request, run_all, small_config
 

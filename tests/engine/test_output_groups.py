@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxserve.engine.output_groups import GROUP_TOKENS, OutputGroups
+from jaxserve.engine.server import GROUP_TOKENS, OutputGroups
 from jaxserve.types.extras import SamplingMask, TokenExtras
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.step import FinishReason, TokenLogprobs, TokenOutput

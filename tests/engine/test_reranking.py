@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from jaxserve.config import Config
-from jaxserve.engine.reranking import has_raw_scores, is_regression, label_token_ids
+from jaxserve.engine.factory import has_raw_scores, is_regression, label_token_ids
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.pooling import is_embedder, read_pooling

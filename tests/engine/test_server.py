@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from jaxserve.engine import server as server_module
-from jaxserve.engine.core.engine_core import EngineCore, StepError
-from jaxserve.engine.core.request_factory import RequestFactory
+from jaxserve.engine.core import EngineCore, RequestFactory, StepError
 from jaxserve.engine.server import MAX_REBUILDS, BuiltEngine, EngineServer
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.scheduler.waiting_queue import WaitReason

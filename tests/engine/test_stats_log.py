@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.engine.stats_log import StatsLog
+from jaxserve.engine.server import StatsLog
 from jaxserve.types.messages import EngineStats
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.kv.kv_manager import MAX_LOADED
 from jaxserve.scheduler.waiting_queue import WaitReason
 from tests.fakes import Transcripts, alone, make_core, make_request, run_all, small_config

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.text.detokenizer import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine

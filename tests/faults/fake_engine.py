@@ -15,7 +15,7 @@ import msgspec
 
 from jaxserve.config import Config
 from jaxserve.engine.child import Send, main
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.core.engine_core import EngineCore
-from jaxserve.engine.core.page_handover import PageHandover
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.page_handover import PageHandover
 from tests.fakes import FakeRunner
 
 

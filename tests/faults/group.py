@@ -57,7 +57,7 @@ class FollowerCommand:
     def engine(self) -> psutil.Process | None:
         """Its engine process."""
         children = psutil.Process(self.process.pid).children() if self.process.poll() is None else []
-        return next((child for child in children if "jaxserve.engine.follower_process" in child.cmdline()), None)
+        return next((child for child in children if "jaxserve.engine.hosts.follower_process" in child.cmdline()), None)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         try:

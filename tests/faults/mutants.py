@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "a rebuild leaves the device as it is",
-        "jaxserve/engine/core/engine_core.py",
+        "jaxserve/engine/core.py",
         "        self.runner.rebuild()\n",
         "",
         "tests/faults/test_failed_step.py::test_where_no_rebuild_helps_a_new_process_does",
@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         "an abort while the grammar is compiled is dropped",
-        "jaxserve/engine/core/engine_core.py",
+        "jaxserve/engine/core.py",
         "record = self._compiling.remove(request_id)",
         "record = None",
         "tests/engine/test_server.py::test_an_abort_of_a_request_whose_grammar_is_compiled_is_answered",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from tests.fakes import EMPTY, FakeRunner, make_core, make_request, run_all, small_config
 
 PAGE = 4

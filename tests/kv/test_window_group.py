@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.engine.core.engine_core import EngineCore, StepError
+from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.errors import ConfigError
 from jaxserve.kv.window_group import WindowGroup, WindowPages
 from jaxserve.types.scheduling import SchedulerConfig, WindowSize

@@ -16,8 +16,7 @@ from safetensors.numpy import load_file
 from jaxserve.api.routes.weights_path import checked_directory
 from jaxserve.cli.checks import device_findings
 from jaxserve.config import Config
-from jaxserve.engine.engine_info import served_names
-from jaxserve.engine.factory import build_engine
+from jaxserve.engine.factory import build_engine, served_names
 from jaxserve.errors import ConfigError, InvalidValueError, ModelLoadError
 from jaxserve.library.dense import dense_logits
 from jaxserve.model_files import check_local_model, gguf_parts

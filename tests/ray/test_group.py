@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 PORT = 20731 + os.getpid() % 1000
 FOLLOWER = "ray::FollowerActor"
-FOLLOWER_PROCESS = "jaxserve.engine.follower_process"
+FOLLOWER_PROCESS = "jaxserve.engine.hosts.follower_process"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 
 

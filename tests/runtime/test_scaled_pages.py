@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.errors import ConfigError
 from jaxserve.library.dense import dense_attend
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import msgspec
 import pytest
 
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner

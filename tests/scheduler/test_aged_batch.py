@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.fakes import Transcripts, alone, make_core, make_request, small_config
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.scheduler.background import BATCH_EVERY, ONLINE_MEMORY, PriorityOnly, YieldToOnline, make_policy
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig, StepTimes

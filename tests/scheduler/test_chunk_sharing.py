@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.kv.window_group import WindowGroup
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 from jaxserve.types.scheduling import StepTimes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import FinishReason, SampledTokens

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.scheduler.admission import MAX_PAGES_TAKEN
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.fakes import VOCAB, Transcripts, alone, make_core, make_request, small_config

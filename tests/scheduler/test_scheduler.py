@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.sampling import SamplingParams

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.scheduler.waiting_queue import WaitReason
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, Tenant
 from tests.fakes import drain, make_core, make_request, small_config

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from jaxserve.engine.engine_info import ServedModel
+from jaxserve.engine.factory import ServedModel
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.text.tokenizer import Tokenizer

@@ -31,7 +31,7 @@ class FollowerKeeper:
     def __init__(self, config: Config) -> None:
         self.phase = "starting"
         self._rank = config.mesh.host_rank
-        self._link = ProcessLink(config, "jaxserve.engine.follower_process")
+        self._link = ProcessLink(config, "jaxserve.engine.hosts.follower_process")
 
     async def run(self) -> None:
         """Keep an engine process until cancelled, then end it. Raises ConfigError if one says that the operator is

@@ -20,7 +20,7 @@ PAUSED = "scheduling"  # vLLM's name beside those of what sleeps
 
 
 class ControlRecord:
-    """The state that calls of engine_control.py have made. num_resumed: how often steps were made to run again"""
+    """The state that calls of engine/control.py have made. num_resumed: how often steps were made to run again"""
 
     def __init__(self) -> None:
         self._weights: Call | None = None  # the last update that can be repeated

@@ -5,37 +5,324 @@ step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  mas
 If `Scheduler.waits_for_read` says so, a step is read before the next one is scheduled. While batch requests run
 beside online requests on a CPU, at most one step with a prompt or two decode steps are in flight. This bounds how
 long a new online request waits. A step with drafts is made from all tokens of the step before it, which is read first.
+
+Requests whose grammar is being compiled. They wait like those in the scheduler's queue, but cannot be scheduled.
+
+Validates an EngineRequest and makes the engine's Request from it.
+
+Whether steps run, and which weights they run with.
+
+The statistics that the engine process reports, from those of its parts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
-from jaxserve.engine.core.compiling import CompilingRequests, Prepare
-from jaxserve.engine.core.engine_stats import engine_stats
-from jaxserve.engine.core.request_factory import MakeMatcher, RequestFactory, make_mask
-from jaxserve.engine.core.serving_state import ServingState
-from jaxserve.errors import HTTPError, InvalidValueError, JaxserveError
+from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
 from jaxserve.grammar.mask_table import FillRows, MaskTable
-from jaxserve.grammar.token_mask import TokenMask
+from jaxserve.grammar.token_mask import Matcher, TokenMask
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.scheduler_stats import SchedulerStats
 from jaxserve.scheduler.speculation import Speculation
+from jaxserve.scheduler.stopping import Timers, check_allowed, overdue
 from jaxserve.scheduler.waiting_queue import WaitReason
 from jaxserve.speculation.ngram import Drafter
+from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.fault_isolator import FaultIsolator
 from jaxserve.types.messages import EngineStats, WaitingRequest
-from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig
-from jaxserve.types.step import FinishReason, MaskBudget, Request, SchedulerOutput, StepHandle, StepRunner, TokenOutput
+from jaxserve.types.step import (
+    FIRST_VERSION,
+    FinishReason,
+    MaskBudget,
+    Request,
+    SchedulerOutput,
+    StepHandle,
+    StepRunner,
+    TokenOutput,
+)
 
 logger = logging.getLogger(__name__)
+
+Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future's result is a Matcher
+
+
+class CompilingRequests:
+    """Holds requests until their grammars are compiled.
+
+    queue_timeout: seconds that a request may wait, here and in the scheduler's queue together
+    """
+
+    def __init__(self, queue_timeout: float | None) -> None:
+        self.num_tokens = 0  # prompt tokens of the waiting requests
+        self._queue_timeout = queue_timeout
+        self._requests: dict[str, tuple[Request, Future[Any]]] = {}
+        self._timers = Timers()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._requests)
+
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self._requests.values()]
+
+    def add(self, request: Request, matcher: Future[Any]) -> None:
+        self._requests[request.request_id] = request, matcher
+        self.num_tokens += request.num_prompt_tokens
+        self._timers.watch(request, self._queue_timeout)
+
+    def remove(self, request_id: str) -> Request | None:
+        """Remove and return a request; None if it does not wait here. Cancels its compilation if that has not begun."""
+        if request_id not in self._requests:
+            return None
+        request, matcher = self._requests.pop(request_id)
+        self.num_tokens -= request.num_prompt_tokens
+        matcher.cancel()
+        return request
+
+    def take_compiled(self) -> list[tuple[Request, Future[Any]]]:
+        """Remove and return the requests whose compilation has ended, successfully or not."""
+        done = [entry for entry in self._requests.values() if entry[1].done()]
+        for request, _ in done:
+            self.remove(request.request_id)
+        return done
+
+    def take_overdue(self, now: float) -> list[tuple[Request, str]]:
+        """Remove and return the requests that have timed out, each with the reason. now: time.monotonic() seconds"""
+        ended: list[tuple[Request, str]] = []
+        for request_id in self._timers.due(now):
+            entry = self._requests.get(request_id)
+            if entry is not None and (reason := overdue(entry[0], now, self._queue_timeout)):
+                self.remove(request_id)
+                ended.append((entry[0], reason))
+        return ended
+
+
+MakeMatcher = Callable[[GrammarSpec], Matcher]
+
+
+class RequestFactory:
+    """Makes Requests of valid EngineRequests.
+
+    generates: False for an embedding model. seed: from which the seeds of requests without one are derived.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, vocab_size: int, generates: bool, seed: int, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._generates = generates
+        self._seeds = random.Random(seed)
+        self._clock = clock
+
+    def make(self, requests: Sequence[EngineRequest], prompt: np.ndarray | None = None) -> list[Request]:
+        """Return the Requests, in order. A prompt shared by consecutive requests is validated once. Raises
+        RequestError.
+
+        prompt: int32 [n], the prompt of all requests, if the caller has it as an array
+        """
+        checked: list[int] | None = None
+        for request in requests:
+            if request.prompt_token_ids is not checked:
+                checked = request.prompt_token_ids
+                self._check_tokens(np.asarray(checked) if prompt is None else prompt)
+            self._check_tokens(np.asarray(request.resumed_token_ids))
+        return [self._record(request) for request in requests]
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self._vocab_size):
+            raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
+
+    def _check(self, request: EngineRequest) -> None:
+        params = request.params
+        if not (params.embed or self._generates):
+            raise InvalidValueError("the model makes embeddings or classifies, and generates no text", param="model")
+        if params.max_tokens is not None and params.max_tokens < 0:
+            raise InvalidValueError(f"max_tokens is {params.max_tokens}", param="max_tokens")
+        if request.deadline is not None and not math.isfinite(request.deadline):
+            raise InvalidValueError(f"the deadline is {request.deadline} s", param="timeout")
+        sampled = 0 if params.embed or params.max_tokens == 0 else 1
+        self._config.check_fits(len(request.prompt_token_ids), sampled)
+        self._check_logit_bias(params.logit_bias)
+        self._check_extras(params)
+        check_allowed(params, self._vocab_size)
+
+    def _check_logit_bias(self, bias: dict[int, float]) -> None:
+        if len(bias) > MAX_LOGIT_BIAS or not all(0 <= token < self._vocab_size for token in bias):
+            message = f"logit_bias takes at most {MAX_LOGIT_BIAS} token ids in [0, {self._vocab_size})"
+            raise InvalidValueError(message, param="logit_bias")
+
+    def _check_extras(self, params: SamplingParams) -> None:
+        if not params.extras.wanted:
+            return
+        ids = params.extras.logprob_token_ids
+        if len(ids) > MAX_LOGPROB_IDS or not all(0 <= token < self._vocab_size for token in ids):
+            message = f"at most {MAX_LOGPROB_IDS} token ids in [0, {self._vocab_size}) can be given"
+            raise InvalidValueError(message, param="logprob_token_ids")
+        if params.logprobs is None or params.embed:
+            raise InvalidValueError("extra outputs are given with log-probabilities only", param="logprobs")
+
+    def _record(self, request: EngineRequest) -> Request:
+        self._check(request)
+        params, prompt = request.params, request.prompt_token_ids
+        room = self._config.max_sequence_tokens - len(prompt)
+        max_tokens = 0 if params.embed else params.max_tokens
+        now = self._clock()
+        return Request(
+            request_id=request.request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            arrival=now,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
+            priority=request.priority,
+            tenant=request.tenant,
+            namespace=request.namespace,
+            group=request.group,
+            client_id=request.client_id,
+            is_answered=request.is_answered,
+            deadline=None if request.deadline is None else now + request.deadline,
+            hold_seconds=request.hold_seconds,
+            prefilled=request.prefilled,
+            output_token_ids=list(request.resumed_token_ids),
+        )
+
+
+def make_mask(record: Request, make_matcher: MakeMatcher | None) -> TokenMask | None:
+    """Return the token mask of a request; None if it needs none. Raises RequestError."""
+    params = record.params
+    if params.grammar is None:
+        return TokenMask.of(params, None)
+    if make_matcher is None:
+        raise UnsupportedParameterError("this engine has no grammars", param="response_format")
+    try:
+        return TokenMask.of(params, make_matcher(params.grammar), record.mask_budget)
+    except HTTPError:
+        raise
+    # the boundary of one request: whatever its grammar makes the compiler raise ends this request only
+    except Exception as error:
+        raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
+
+
+# What becomes of running requests: they end; they return to the queue and are computed again; they keep their KV.
+Mode = Literal["abort", "retract", "in_place"]
+Tag = Literal["weights", "kv_cache"]
+
+
+@dataclass
+class ServingState:
+    """What pauses, sleep and updates of the weights have made of an engine.
+
+    paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients
+
+    updated: time.monotonic() of the latest update of the weights; 0: there was none
+    weights: number that the API process gave to that update, which is never given again; 0: it gave none
+    """
+
+    paused: Mode | None = None
+    asleep: set[Tag] = field(default_factory=set)
+    version: str = FIRST_VERSION
+    num_updates: int = 0
+    updated: float = 0.0
+    weights: int = 0
+
+    @property
+    def halted(self) -> bool:
+        """Whether no step may run. Requests are accepted and wait."""
+        return self.paused is not None or bool(self.asleep)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """See TokenOutput.weight_versions."""
+        return () if self.version == FIRST_VERSION else (self.version,)
+
+
+# counters without a named field in EngineStats
+COUNTERS = (
+    "recomputed_tokens",
+    "dropped_tokens",
+    "retractions",
+    "retraction_events",
+    "priority_preemptions",
+    "admissions",
+    "queue_seconds",
+    "first_tokens",
+    "first_token_seconds",
+    "finished_stop",
+    "finished_length",
+    "finished_abort",
+    "finished_error",
+    "pages_written",
+    "pages_read",
+)
+
+
+def engine_stats(
+    stats: SchedulerStats,
+    compiling: CompilingRequests,
+    *,
+    compiles: int,
+    host_seconds: float,
+    details: dict[str, float],
+    serving: ServingState,
+) -> EngineStats:
+    """Return the current gauges and counters. details: further values that only the metrics show"""
+    counters = stats.counters
+    return EngineStats(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting + len(compiling),
+        num_compiling=len(compiling),
+        num_waiting_tokens=stats.num_waiting_tokens + compiling.num_tokens,
+        num_pages_free=stats.num_pages_free,
+        num_pages_cached=stats.num_pages_cached,
+        num_pages_used=stats.num_pages - stats.num_pages_free - stats.num_pages_evictable,
+        steps=counters.steps,
+        prompt_tokens=counters.prompt_tokens,
+        computed_prompt_tokens=counters.prefill_tokens,
+        cached_tokens=counters.cached_tokens,
+        generation_tokens=counters.generation_tokens,
+        preemptions=counters.retractions + counters.priority_preemptions,
+        compiles=compiles,
+        host_seconds=host_seconds,
+        step_tokens=counters.step_tokens,
+        step_sizes=list(counters.step_sizes),
+        drafts=stats.drafts,
+        weight_version=serving.version,
+        details={
+            **details,
+            "weight_updates": serving.num_updates,
+            "paused": float(serving.paused is not None),
+            "asleep": float(bool(serving.asleep)),
+            "requests_preempted": stats.num_preempted,
+            "pages_evictable": stats.num_pages_evictable,
+            "host_pages_used": stats.num_host_pages_used,
+            "host_pages_stored": stats.num_host_pages_stored,
+            "host_pages_loaded": stats.num_host_pages_loaded,
+            "window_pages_used": stats.num_window_pages_used,
+            "new_token_ratio": stats.new_token_ratio,
+            **{name: float(getattr(counters, name)) for name in COUNTERS},
+        },
+    )
+
 
 # output tokens from before a restart that the loop passes to the grammar; a thread handles longer outputs
 MAX_RESUMED = 256

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.runtime.compilation.compiler import WarmUp
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.types.scheduling import StepTimes

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.config import Config
-from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ConfigError, ConflictError, InvalidValueError, ServerError
 from jaxserve.models.config import ModelConfig
 from jaxserve.runtime.host_pages import page_views

@@ -1,28 +1,39 @@
-"""A follower: makes the calls of the leader on its own devices, in the leader's order. Schedules nothing."""
+"""A follower: makes the calls of the leader on its own devices, in the leader's order. Schedules nothing.
+
+The engine of a host that is not the leader: joins the group, loads its part of the model, and follows.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import jax
 
-from jaxserve.engine.hosts.leading import offer_of, with_sizes
+from jaxserve.config import Config
+from jaxserve.engine.factory import Send, load, locate, make_runner
+from jaxserve.engine.hosts import agreement
+from jaxserve.engine.hosts.jax_group import join_devices, write_programs
+from jaxserve.engine.hosts.leader import end_process, offer_of, with_sizes
 from jaxserve.errors import ConfigError, ServerError
 from jaxserve.models.checkpoint.checkpoint import Checkpoint
 from jaxserve.models.checkpoint.safetensors_file import read_contents
 from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source
+from jaxserve.models.pooling import is_embedder, read_pooling
 from jaxserve.runtime.memory import MemoryPlan
+from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.transport.child import write
-from jaxserve.transport.group import FollowerEnd
+from jaxserve.transport.group import FollowerEnd, GroupConnectionError, connect
 from jaxserve.types.group import (
     Done,
     Execute,
+    HostFailed,
     LeaderEnds,
     Message,
     Operation,
@@ -34,6 +45,7 @@ from jaxserve.types.group import (
     WarmRun,
     Welcome,
 )
+from jaxserve.types.messages import Progress
 from jaxserve.types.step import StepHandle
 
 _Message = TypeVar("_Message", bound=Message)
@@ -170,3 +182,59 @@ class Operations:
             raise ServerError("no weights are staged")
         staged, self._staged = self._staged, None
         self._weights.replace(staged)
+
+
+WAITING, SERVING = "waiting for the leader", "serving"  # phases
+
+
+def follow(config: Config, send: Send) -> None:
+    """Follow the leader until it stops. Waits for it as long as it takes; if it is lost then, this process ends.
+
+    send: gets the progress; may be called by another thread. Raises ConfigError.
+    """
+    mesh = config.mesh
+    agreement.check_hosts(config)
+    key = agreement.group_key(mesh)
+    send(Progress(WAITING))
+    connection = connect(mesh.leader, key, lambda _: None)
+    end = FollowerEnd(
+        connection, agreement.hello(config), lambda reason: end_process(send, f"the leader is lost: {reason}")
+    )
+    with _told(end):
+        first = welcome(end)
+        follower = _built(agreement.followed(config, first.config), end, send, first.coordinator)
+        follower.warm_up()
+        send(Progress(SERVING))
+        follower.run()
+    end.close()
+
+
+@contextlib.contextmanager
+def _told(end: FollowerEnd) -> Iterator[None]:
+    """Tell the leader why this host fails, if it does."""
+    try:
+        yield
+    except Exception as error:
+        fix = error.fix if isinstance(error, ConfigError) else None
+        with contextlib.suppress(GroupConnectionError):
+            end.send(HostFailed(f"{type(error).__name__}: {error}", fix))
+        raise
+
+
+def _built(config: Config, end: FollowerEnd, send: Send, coordinator: str) -> Follower:
+    """Load this host's part of the model and compile. config: the leader's, with what is this host's own."""
+    section = config.mesh
+    directory = locate(config)
+    send(Progress("devices"))
+    join_devices(coordinator, section.host_rank, section.hosts)
+    mesh = make_mesh(section.device, data=section.data, tensor=section.tensor, expert=section.expert)
+    write_programs()
+    send(Progress("weights", unit="bytes"))
+    loaded = load(config, directory, mesh, send)
+    if is_embedder(directory, loaded.config) or loaded.config.labels:
+        config = config.replace(speculation={"method": "off"})
+    send(Progress("programs", unit="programs"))
+    agree = functools.partial(agreed_plan, end)
+    runner = make_runner(config, loaded, read_pooling(directory, loaded.config), mesh, send, agree)
+    assert isinstance(runner, ModelRunner)
+    return Follower(end, runner, directory)

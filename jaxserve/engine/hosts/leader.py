@@ -2,17 +2,31 @@
 
 A follower gets the calls in the order in which they are made here, and nothing else decides what it does: no clock, no
 scheduler. If a call that changes the devices fails on one host and not on others, the group ends.
+
+The administration of an engine over several hosts.
+
+How an engine process joins the others of its group, and how it ends if one of them is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxserve.config import Config
+from jaxserve.engine.control import EngineControl, old_weights_stay
+from jaxserve.engine.core import Mode
+from jaxserve.engine.hosts import agreement
+from jaxserve.engine.hosts.jax_group import join_devices
 from jaxserve.errors import InvalidValueError, ServerError
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.checkpoint.weight_sources import WeightSource
@@ -20,9 +34,12 @@ from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weights import DeviceWeights, Place, Tick
 from jaxserve.transport.group import LeaderEnd
-from jaxserve.types.group import Done, Execute, LeaderEnds, Operation, PlanOffer, Sample, WarmedUp, WarmRun
+from jaxserve.types.group import Done, Execute, LeaderEnds, Operation, PlanOffer, Sample, WarmedUp, WarmRun, Welcome
+from jaxserve.types.messages import Failed, FromEngine, Progress
 from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle
+
+logger = logging.getLogger(__name__)
 
 PLAN_LIMIT = 3600.0  # seconds that the slowest host may take to read the weights, and again to compile
 OPERATION_LIMIT = 600.0  # seconds that a follower may take for a call that is no step
@@ -186,3 +203,88 @@ class LeaderWeights:
     def read(self, name: str, num_rows: int) -> np.ndarray:
         """Raises InvalidValueError: a tensor's parts are on several hosts."""
         raise InvalidValueError("weights cannot be read over several hosts (mesh.hosts)", param="name")
+
+
+PART_BYTES = 32 * 2**20  # of a file of weights in one frame
+
+
+class GroupControl(EngineControl):
+    """An EngineControl whose weights are on several hosts. An update is staged on all of them before any changes."""
+
+    def __init__(self, leader: Leader, *args: Any) -> None:
+        super().__init__(*args)
+        self._leader = leader
+        leader.tick = lambda: self.on_progress()
+
+    def update_from_directory(
+        self, path: str, version: str | None = None, running: Mode | None = None, number: int = 0
+    ) -> str:
+        """See `EngineControl`. Each host reads the directory of this name."""
+        with self._staging():
+            self._leader.on_followers("stage_directory", path=path)
+            return super().update_from_directory(path, version, running, number)
+
+    def update_from_file(
+        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False, number: int = 0
+    ) -> str:
+        """See `EngineControl`. The file's bytes are sent to the other hosts."""
+        with self._staging():
+            self._send_file(path)
+            self._leader.on_followers("stage_file", partial=partial)
+            return super().update_from_file(path, version, running, partial, number)
+
+    def _send_file(self, path: str) -> None:
+        with old_weights_stay(), Path(path).open("rb") as file:
+            while part := file.read(PART_BYTES):
+                self._leader.on_followers("add_part", data=part)
+
+    @contextmanager
+    def _staging(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._leader.on_followers("unstage")
+            raise
+
+
+LOST = 3  # exit code
+_SEND_TIME = 0.3  # seconds for the last message to leave
+
+Send = Callable[[FromEngine], None]
+
+
+def lead(config: Config, send: Send) -> Leader:
+    """Wait for the followers and join all devices. Raises ConfigError. send: may be called by another thread.
+
+    When a follower is lost from then on, this process ends, and is started again by its supervisor.
+    """
+    mesh = config.mesh
+    agreement.check_hosts(config)
+
+    def on_loss(reason: str, fix: str | None) -> None:
+        end_process(send, reason, fix)
+
+    end = LeaderEnd(
+        mesh.leader,
+        agreement.group_key(mesh),
+        mesh.hosts,
+        lambda hello: agreement.objection(config, hello),
+        on_loss,
+    )
+    end.gather(mesh.join_timeout, lambda joined: send(Progress("hosts", joined, mesh.hosts, "hosts")))
+    coordinator = f"{mesh.leader[0]}:{agreement.free_port(mesh.leader[0])}"
+    end.send(Welcome(agreement.for_followers(config), coordinator))
+    join_devices(coordinator, 0, mesh.hosts)
+    return Leader(end)
+
+
+def end_process(send: Send, reason: str, fix: str | None = None) -> None:
+    """End this process at once. Its threads may wait for devices of a host that is gone.
+
+    fix: what the operator can do, if it is a mistake of the operator
+    """
+    logger.error("%s: this engine process ends", reason)
+    send(Failed(reason, fix, expected=fix is not None))
+    time.sleep(_SEND_TIME)
+    sys.stderr.flush()
+    os._exit(LOST)

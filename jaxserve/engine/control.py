@@ -14,8 +14,7 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from jaxserve.engine.core.engine_core import EngineCore
-from jaxserve.engine.core.serving_state import Mode, Tag
+from jaxserve.engine.core import EngineCore, Mode, Tag
 from jaxserve.errors import InvalidValueError, JaxserveError, ServerError, WeightsLostError
 from jaxserve.models.checkpoint.checkpoint import Checkpoint
 from jaxserve.models.checkpoint.safetensors_file import read_contents

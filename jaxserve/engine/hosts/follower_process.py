@@ -1,4 +1,4 @@
-"""The engine process of a host that is not the leader: `python -m jaxserve.engine.follower_process DIR`.
+"""The engine process of a host that is not the leader: `python -m jaxserve.engine.hosts.follower_process DIR`.
 
 It schedules nothing and serves nothing. Its parent sees the progress of its start, then the phase SERVING.
 """
@@ -16,7 +16,7 @@ import zmq
 
 from jaxserve.config import Config
 from jaxserve.engine.child import Heartbeat, SocketChannel
-from jaxserve.engine.follower import follow
+from jaxserve.engine.hosts.follower import follow
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 from jaxserve.transport.child import end_with_parent
