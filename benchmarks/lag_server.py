@@ -19,7 +19,7 @@ from benchmarks.lag_engine import DIRECTORY
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.options.settings import load_config
 from jaxserve.cli.serving.listening import bind
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.errors import JaxserveError
 
 PAUSE = 0.001  # seconds between two samples

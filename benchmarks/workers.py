@@ -23,7 +23,7 @@ import psutil
 import uvloop
 
 from benchmarks.workers_engine import STEP_SECONDS
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.library.serving import launch_server
 

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
-from jaxserve.client.processes.follower_keeper import SERVING, FollowerKeeper
+from jaxserve.client.link import SERVING, FollowerKeeper
 from jaxserve.config import Config
 from jaxserve.version import __version__
 

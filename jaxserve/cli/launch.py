@@ -32,7 +32,7 @@ from jaxserve.cli.serving.listening import bind, check_certificates, on_signals,
 from jaxserve.cli.serving.workers import Workers
 from jaxserve.cli.terminal.progress import LAST_PHASE, StartProgress, command_began, show_ready
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes.link import EngineLink, ProcessLink
+from jaxserve.client.link import EngineLink, ProcessLink
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
 from jaxserve.store import Store, ThreadLimits

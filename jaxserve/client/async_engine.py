@@ -6,6 +6,12 @@ live sequence is sent again with the tokens it already has, so no output is lost
 
     generate() -> Add  ------------------------>  engine
     queue of RequestOutput  <- SequenceText  <-  Outputs
+
+Aborts engine requests from outside of their iterators.
+
+The optional arguments of every `generate` of one prompt.
+
+The limits of the queue: scheduler.max_queued_requests and scheduler.max_queued_tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +23,25 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 
-from jaxserve.client.generate_options import GenerateOptions
-from jaxserve.client.processes.link import EngineLink, process_links
-from jaxserve.client.processes.roles import Roles
-from jaxserve.client.processes.supervisor import EngineStatus
-from jaxserve.client.queue_limit import Load, check_queue
-from jaxserve.client.replicas.replica import Replica, ReplicaState
-from jaxserve.client.replicas.replica_set import ReplicaSet, SequenceEvents
-from jaxserve.client.sequences.outbox import Outbox
-from jaxserve.client.sequences.sequence_table import LiveSequence, SequenceTable
-from jaxserve.config import Config
-from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, NotReadyError, ServerError
+from jaxserve.client.link import EngineLink, Roles, process_links
+from jaxserve.client.replica_set import ReplicaSet, SequenceEvents
+from jaxserve.client.replicas import Replica, ReplicaState
+from jaxserve.client.sequences import LiveSequence, Outbox, SequenceTable
+from jaxserve.client.supervisor import EngineStatus
+from jaxserve.config import Config, SchedulerSection
+from jaxserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    HTTPError,
+    InvalidValueError,
+    NotReadyError,
+    QueueFullError,
+    ServerError,
+)
 from jaxserve.text.detokenizer import RequestOutput, SequenceText, make_stops
 from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
@@ -46,10 +56,78 @@ from jaxserve.types.messages import (
     RequestRefused,
     WaitingRequest,
 )
-from jaxserve.types.sampling import EngineRequest, SamplingParams, request_seed, siblings
+from jaxserve.types.sampling import EngineRequest, SamplingParams, Tenant, request_seed, siblings
 from jaxserve.types.step import FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
+
+AbortCallback = Callable[[int | None], object]
+
+
+class AbortSignal:
+    """Aborts the attached requests: those that run, and those submitted after the signal was set.
+
+    So it also stops a generation of several consecutive requests that is between two of them. A callback gets the index
+    of the choice to abort, None: all.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._callbacks: dict[int, AbortCallback] = {}
+
+    def set(self) -> None:
+        self.is_set = True
+        for callback in list(self._callbacks.values()):
+            callback(None)
+
+    def abort_choice(self, index: int) -> None:
+        """Abort one choice of the requests that run."""
+        for callback in list(self._callbacks.values()):
+            callback(index)
+
+    def attach(self, callback: AbortCallback) -> None:
+        """Call `callback` when the signal is set; at once if it is set already."""
+        self._callbacks[id(callback)] = callback
+        if self.is_set:
+            callback(None)
+
+    def detach(self, callback: AbortCallback) -> None:
+        self._callbacks.pop(id(callback), None)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `EngineProtocol.generate`."""
+
+    request_id: str | None  # for `abort` and logs; need not be unique
+    priority: int  # lower runs earlier; default 0
+    cache_salt: str  # prompts share cached prefixes only within a salt; default ""
+    tenant: Tenant | None  # among whom the engine is shared; default: the tenant of all such requests
+    deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
+    signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
+    replica: int | None  # the engine that computes it; default: the router chooses
+    continues: bool  # a request that was accepted needs the engine again: no drain and no full queue refuses it
+    follows: bool  # an engine has answered a part of the same request; a pause that waits for requests waits for it
+    outbox: Outbox | None  # the queue of unread outputs, if the caller wants to know its size
+
+
+class Load(NamedTuple):
+    """Sequences that run or wait, and the prompt tokens of those that wait."""
+
+    num_live: int
+    waiting_tokens: int
+
+
+def check_queue(section: SchedulerSection, max_num_seqs: int, load: Load, more: Load) -> None:
+    """Raise QueueFullError unless `more` may wait, InvalidValueError if it never can."""
+    limit, n = max_num_seqs + section.max_queued_requests, more.num_live
+    if n > limit:
+        raise InvalidValueError(f"{n} sequences are more than the {limit} that the queue holds", param="n")
+    if n > limit - load.num_live:
+        message = f"the queue is full ({section.max_queued_requests} requests wait)"
+        raise QueueFullError(message, limit="max_queued_requests")
+    waiting, most = load.waiting_tokens, section.max_queued_tokens
+    if most is not None and waiting and waiting + more.waiting_tokens > most:
+        raise QueueFullError(f"the queue is full ({waiting} prompt tokens wait)", limit="max_queued_tokens")
 
 
 class AsyncEngine:

@@ -6,7 +6,7 @@ the last token, from which the first token is sampled.
 
 A file that is damaged, or of another model or other weights, is refused, and the request computes its whole prompt. A
 file in /dev/shm is memory that both processes map. A server does so with `mesh.prefill_replicas`
-(client/replicas/prompt_handover.py).
+(client/prompt_handover.py).
 """
 
 from __future__ import annotations

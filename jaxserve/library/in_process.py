@@ -30,9 +30,9 @@ from jaxserve.api.shared.grammar_checks import GrammarChecks
 from jaxserve.api.shared.keys import DEFAULT_CALLER
 from jaxserve.api.shared.start_checks import check_template, check_vocabulary
 from jaxserve.api.shared.state import ServerState
-from jaxserve.client.generate_options import GenerateOptions
-from jaxserve.client.processes.supervisor import EngineStatus
-from jaxserve.client.replicas.replica import ReplicaState
+from jaxserve.client.async_engine import GenerateOptions
+from jaxserve.client.replicas import ReplicaState
+from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import InvalidValueError

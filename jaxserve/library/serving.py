@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.serving.listening import bind
-from jaxserve.client.processes.link import EngineLink
+from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.transport.socket_directory import scratch_directory

@@ -26,7 +26,7 @@ from ray.util import (  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from jaxserve.cli.options.settings import load_config
-from jaxserve.client.processes.follower_keeper import FollowerKeeper
+from jaxserve.client.link import FollowerKeeper
 from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import free_port
 from jaxserve.errors import ConfigError

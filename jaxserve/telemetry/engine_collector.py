@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxserve.client.replicas.replica import ReplicaState
+from jaxserve.client.replicas import ReplicaState
 from jaxserve.scheduler.scheduler_stats import STEP_SIZES
 from jaxserve.telemetry.names import aliases, histograms, text_of
 from jaxserve.types.messages import EngineInfo, EngineStats

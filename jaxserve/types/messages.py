@@ -247,7 +247,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class EngineState(msgspec.Struct, frozen=True, tag="state"):
-    """The state of the engine, as the main process sees it (see client/processes/supervisor.py)."""
+    """The state of the engine, as the main process sees it (see client/supervisor.py)."""
 
     phase: Literal["loading", "ready", "restarting", "draining", "dead"]
     detail: str = ""

@@ -6,8 +6,7 @@ from jaxserve.api.shared.key_usage import KeyLimitError, KeyUsage, KeyUsages
 from jaxserve.api.shared.keys import DEFAULT_CALLER
 from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
 from jaxserve.api.shared.state import LiveRequests
-from jaxserve.client.abort_signal import AbortSignal
-from jaxserve.client.queue_limit import Load
+from jaxserve.client.async_engine import AbortSignal, Load
 from jaxserve.config import ApiKey
 from jaxserve.errors import QueueFullError
 from jaxserve.telemetry.merging import Families, counted, merge_families

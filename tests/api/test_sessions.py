@@ -9,7 +9,7 @@ import pytest
 from jaxserve.api.protocol.common import SessionParams
 from jaxserve.api.protocol.sessions import OpenSessionRequest
 from jaxserve.api.shared import sessions
-from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.async_engine import AbortSignal
 from jaxserve.errors import InvalidValueError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.step import FinishReason

@@ -102,7 +102,7 @@ def test_a_pause_that_waits(server: LiveServer, monkeypatch: pytest.MonkeyPatch,
     async def given_up(*_: Any) -> bool:
         return False
 
-    monkeypatch.setattr("jaxserve.client.replicas.finishing.FinishingPause.finish", given_up)
+    monkeypatch.setattr("jaxserve.client.finishing.FinishingPause.finish", given_up)
     refused = server.http.post(path, headers=ADMIN)
     assert refused.status_code == 409 and "given up" in refused.json()["error"]["message"]
 

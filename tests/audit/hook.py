@@ -23,7 +23,7 @@ HANDLERS = (
     ("/jaxserve/engine/server.py", "run"),
     ("/jaxserve/client/async_engine.py", "_handle"),
     ("/jaxserve/types/messages.py", ""),
-    ("/jaxserve/client/processes/link.py", "receive"),
+    ("/jaxserve/client/link.py", "receive"),
     ("/jaxserve/engine/child.py", "receive"),
     ("/jaxserve/grammar/worker.py", "run"),
     ("/jaxserve/grammar/matcher.py", "__call__"),

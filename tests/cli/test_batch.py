@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.cli.batches import batch_server
 from jaxserve.cli.main import main
+from jaxserve.client import supervisor
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes import supervisor
 from jaxserve.errors import EngineDeadError
 from jaxserve.types.messages import FromEngine
 from tests.api.batch.helpers import input_file, input_line

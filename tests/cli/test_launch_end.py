@@ -25,7 +25,7 @@ from cryptography.x509.oid import NameOID
 from jaxserve.cli import main
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.serving.listening import REPEATED, bind, check_certificates, on_signals
-from jaxserve.client.processes import supervisor
+from jaxserve.client import supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.store import Store

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from jaxserve.cli.terminal.progress import FIRST_PHASE, LAST_PHASE, StartProgress, ready_card
-from jaxserve.client.processes.supervisor import EngineStatus
+from jaxserve.client.supervisor import EngineStatus
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo
 from tests.api.fakes import DEMO, demo_info

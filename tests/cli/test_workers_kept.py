@@ -10,9 +10,8 @@ import pytest
 
 from jaxserve.api.shared.process_group import GroupKeeper
 from jaxserve.cli.serving.workers import Workers
-from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes import supervisor
-from jaxserve.client.queue_limit import Load
+from jaxserve.client import supervisor
+from jaxserve.client.async_engine import AsyncEngine, Load
 from jaxserve.config import Config
 from jaxserve.errors import UnexpectedEndError
 from jaxserve.telemetry.merging import Families

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.client.abort_signal import AbortSignal
-from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.async_engine import AbortSignal, AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError, InvalidValueError, QueueFullError, ServerError
 from jaxserve.text.detokenizer import RequestOutput

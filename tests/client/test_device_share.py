@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.client.processes.device_share import DeviceShare, device_shares
+from jaxserve.client.link import DeviceShare, device_shares
 from jaxserve.config import Config
 
 

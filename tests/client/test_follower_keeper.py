@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.client.processes import follower_keeper
-from jaxserve.client.processes.follower_keeper import FollowerKeeper
+from jaxserve.client import link as follower_keeper
+from jaxserve.client.link import FollowerKeeper
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError
 from tests.waiting import until

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from jaxserve.client import sequences
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.sequences import held_deadlines
 from jaxserve.errors import RequestTimeoutError
 from jaxserve.types.step import FinishReason
 from tests.client.test_async_engine import until
@@ -13,7 +13,7 @@ from tests.client.test_replicas import ReplicaLink, generate, run
 
 
 def test_a_deadline_holds_while_the_engine_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_deadlines, "DEADLINE_INTERVAL", 0.01)
+    monkeypatch.setattr(sequences, "DEADLINE_INTERVAL", 0.01)
 
     async def test(engine: AsyncEngine, link: ReplicaLink) -> None:
         tasks = [generate(engine, "late", deadline=0.05), generate(engine, "endless")]

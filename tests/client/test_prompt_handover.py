@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes.roles import check_roles
+from jaxserve.client.link import check_roles
+from jaxserve.client.prompt_handover import MAX_FILES
 from jaxserve.client.relay import RelayedTokens
-from jaxserve.client.replicas.prompt_handover import MAX_FILES
-from jaxserve.client.sequences.outbox import Outbox
-from jaxserve.client.sequences.sequence_table import LiveSequence
+from jaxserve.client.sequences import LiveSequence, Outbox
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.text.detokenizer import RequestOutput

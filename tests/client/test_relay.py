@@ -13,8 +13,7 @@ import pytest
 
 from jaxserve.client import relay as relay_module
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.relay import Relay, Relays
-from jaxserve.client.relay_link import RelayLink, WorkerEngine
+from jaxserve.client.relay import Relay, RelayLink, Relays, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import EngineDeadError, InvalidValueError, NotReadyError, QueueFullError

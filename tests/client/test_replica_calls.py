@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.replicas.control_record import ControlRecord
+from jaxserve.client.control import ControlRecord
 from jaxserve.errors import ServerError
 from jaxserve.types.messages import Call
 from tests.client.test_async_engine import until

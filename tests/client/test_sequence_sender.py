@@ -13,11 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from jaxserve.client.processes.supervisor import Restarts
-from jaxserve.client.sequences.outbox import Outbox
-from jaxserve.client.sequences.process_fault_isolator import ProcessFaultIsolator
-from jaxserve.client.sequences.sequence_sender import SequenceSender
-from jaxserve.client.sequences.sequence_table import LiveSequence, SequenceTable
+from jaxserve.client.sequence_sender import ProcessFaultIsolator, SequenceSender
+from jaxserve.client.sequences import LiveSequence, Outbox, SequenceTable
+from jaxserve.client.supervisor import Restarts
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.types.messages import Abort, Add, ToEngine
 from jaxserve.types.sampling import EngineRequest, SamplingParams

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from jaxserve.client import supervisor
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes import supervisor
-from jaxserve.client.processes.supervisor import RESTART_DELAYS, STABLE_AFTER, Restarts, Supervisor
+from jaxserve.client.supervisor import RESTART_DELAYS, STABLE_AFTER, Restarts, Supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, NotReadyError
 from jaxserve.transport.shared_state import Pulse

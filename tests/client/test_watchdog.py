@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.client.processes.watchdog import LOOK_INTERVAL, MAX_GAP, Watchdog
+from jaxserve.client.supervisor import LOOK_INTERVAL, MAX_GAP, Watchdog
 from jaxserve.transport.shared_state import Pulse
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxserve.api.app import create_app
 from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.store import Store
 

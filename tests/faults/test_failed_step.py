@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve import launch_server
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.engine.server import MAX_REBUILDS
 from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.errors import ServerError
 from jaxserve.types.sampling import SamplingParams

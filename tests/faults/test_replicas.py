@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve import launch_server
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.errors import ServerError
 from jaxserve.types.sampling import SamplingParams

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.errors import NotReadyError, QueueFullError
 from jaxserve.text.detokenizer import RequestOutput

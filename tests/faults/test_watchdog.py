@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jaxserve.client import link as link_module
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes import link as link_module
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.types.sampling import SamplingParams
 

@@ -16,7 +16,7 @@ import httpx2
 import psutil
 import pytest
 
-from jaxserve.client.processes.link import process_links
+from jaxserve.client.link import process_links
 from jaxserve.config import Config
 from jaxserve.library.serving import RunningServer, launch_server
 from jaxserve.types.sampling import SamplingParams

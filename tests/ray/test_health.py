@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.client.processes.supervisor import EngineStatus, Phase
+from jaxserve.client.supervisor import EngineStatus, Phase
 from jaxserve.errors import EngineDeadError
 
 pytest.importorskip("ray", reason="needs the extra ray", exc_type=ImportError)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.client.processes import link as link_module
-from jaxserve.client.processes.link import ProcessLink
+from jaxserve.client import link as link_module
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.transport.child import EngineChild
 from jaxserve.transport.socket_directory import SocketDirectory

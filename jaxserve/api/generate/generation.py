@@ -20,8 +20,8 @@ from jaxserve.api.shared.key_usage import KeyUsage
 from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.task import RequestOptions
-from jaxserve.client.abort_signal import AbortSignal
-from jaxserve.client.sequences.outbox import Outbox
+from jaxserve.client.async_engine import AbortSignal
+from jaxserve.client.sequences import Outbox
 from jaxserve.errors import ConflictError, HTTPError, InvalidValueError
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.extras import TokenExtras

@@ -14,7 +14,7 @@ from jaxserve.api.docs.openapi import documented
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import server_state
-from jaxserve.client.replicas.replica import ReplicaState
+from jaxserve.client.replicas import ReplicaState
 from jaxserve.config import SECRETS
 from jaxserve.version import __version__
 

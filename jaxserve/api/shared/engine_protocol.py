@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, Unpack
 
-from jaxserve.client.generate_options import GenerateOptions
-from jaxserve.client.replicas.replica import ReplicaState
+from jaxserve.client.async_engine import GenerateOptions
+from jaxserve.client.replicas import ReplicaState
 from jaxserve.config import Config
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer

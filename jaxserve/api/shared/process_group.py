@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from jaxserve.api.shared.body_cost import BodySum
 from jaxserve.api.shared.key_usage import COUNTS, KeyUsage, KeyUsages
 from jaxserve.api.shared.sessions import Sessions
-from jaxserve.client.queue_limit import Load
+from jaxserve.client.async_engine import Load
 from jaxserve.telemetry.merging import Families
 from jaxserve.transport.shared_state import Board
 

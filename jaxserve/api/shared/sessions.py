@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.api.protocol.common import SessionParams
 from jaxserve.api.protocol.sessions import OpenSessionRequest
-from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.async_engine import AbortSignal
 from jaxserve.errors import InvalidValueError, NotFoundError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.step import FinishReason

@@ -25,7 +25,7 @@ from jaxserve.api.shared.sessions import Sessions
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.shared.unread import UnreadStreams
 from jaxserve.api.shared.work_pool import SizedPools, Waiting, WorkPool
-from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.async_engine import AbortSignal
 from jaxserve.config import Config
 from jaxserve.errors import HTTPError, InvalidValueError, ModelNotFoundError, NotReadyError
 from jaxserve.store import Store

@@ -25,7 +25,7 @@ from jaxserve.api.shared.process_group import ProcessGroup
 from jaxserve.api.shared.state import ServerState
 from jaxserve.cli.serving.heap import keep_heap_small
 from jaxserve.cli.serving.http_server import Server, http_config
-from jaxserve.client.relay_link import RelayLink, WorkerEngine
+from jaxserve.client.relay import RelayLink, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.log import configure_logging
 from jaxserve.telemetry.merging import Families, read_families

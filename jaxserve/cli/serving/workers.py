@@ -18,9 +18,8 @@ import msgspec
 from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
 from jaxserve.cli.serving.worker import WorkerStart
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.processes.supervisor import DUMP_TIME, Restarts
-from jaxserve.client.processes.watchdog import LOOK_INTERVAL
 from jaxserve.client.relay import Relay, Relays
+from jaxserve.client.supervisor import DUMP_TIME, LOOK_INTERVAL, Restarts
 from jaxserve.config import Config
 from jaxserve.errors import HTTPError, UnexpectedEndError
 from jaxserve.telemetry.merging import Families, counted, merge_families

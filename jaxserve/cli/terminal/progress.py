@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxserve.cli.options.help import GIB, WIDTH
 from jaxserve.cli.terminal.client_lines import agent_lines
-from jaxserve.client.processes.supervisor import EngineStatus
+from jaxserve.client.supervisor import EngineStatus
 from jaxserve.types.messages import EngineInfo
 
 LABEL = 12  # columns of a row's name in the card

@@ -6,32 +6,103 @@ gave its outputs is taken back, and nothing else runs until all groups have been
 after 1 + log16(n) crashes. It ends with an error; all others continue.
 
     held -- may run --> sent -- the engine crashed, or its group passed and other groups are tried --> held
+
+Finds the request that kills the engine process, like FaultIsolator.
+
+A failure costs a restart, which takes 20 s and more on a GPU.
+
+a group of one unit fails       it is accused and not tried again until another group passes; then it is to blame
+all suspects are accused        another request is tried as a witness; if there is none, all are to blame
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from jaxserve.client.processes.supervisor import Death
-from jaxserve.client.sequences.process_fault_isolator import ProcessFaultIsolator
-from jaxserve.client.sequences.sequence_table import LiveSequence, ReplicaShare, SequenceTable
+from jaxserve.client.sequences import LiveSequence, ReplicaShare, SequenceTable
+from jaxserve.client.supervisor import Death
 from jaxserve.errors import HTTPError, ServerError
-from jaxserve.types.fault_isolator import DeviceFaultError
+from jaxserve.types.fault_isolator import DeviceFaultError, FaultIsolator
 from jaxserve.types.messages import Abort, Add, ToEngine
 from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams
 from jaxserve.types.step import FinishReason, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessFaultIsolator(FaultIsolator):
+    """Identifies sequences by their keys. The choices of one request are a unit."""
+
+    # A group costs some steps, a crash costs a restart. 256 requests, tried in 16 groups and then in 16 groups of one,
+    # need 3 crashes; halves would need 9.
+    parts = 16
+    passes = 4  # when the process dies, two steps may be on the device and two outputs on their way
+    whole_first = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._accused: dict[str, list[str]] = {}  # units that failed alone -> their requests
+
+    def __bool__(self) -> bool:
+        return super().__bool__() or bool(self._accused)
+
+    def unit_of(self, name: str) -> str:
+        return LiveSequence.unit_of(name)
+
+    def died(self, rows: list[str], witness: Sequence[str]) -> list[str]:
+        """Note that the process died with these in work. Returns the units to blame if known. Raises DeviceFaultError.
+
+        witness: a request that is not a suspect, if there is one
+        """
+        unit = self.failed(rows)
+        if unit is not None:
+            return [unit]
+        if self._groups or not self._accused:
+            return []
+        self._add(witness, 1)
+        return [] if witness else self._verdict()
+
+    def _divide(self, group: dict[str, int], rows: list[str]) -> str | None:
+        units = {self.unit_of(name) for name in rows}
+        if self.has_passed or len(units) > 1:
+            return super()._divide(group, rows)
+        self._accused[units.pop()] = rows
+        self._add([name for name in group if name not in rows], 1)
+        return None
+
+    def gave(self, outputs: Iterable[tuple[str, bool]]) -> list[str]:
+        """Note outputs, like `take`. Returns the units to blame if a group has passed."""
+        self.take(outputs)
+        return self._verdict() if self.has_passed else []
+
+    def _verdict(self) -> list[str]:
+        culprit = list(self._accused)
+        self._accused.clear()
+        return culprit
+
+    def keep(self, live: Collection[str]) -> None:
+        """Keep only live requests. If no group is left, the accused are tried again one by one."""
+        super().keep(live)
+        accused = {unit: [name for name in rows if name in live] for unit, rows in self._accused.items()}
+        self._accused = {unit: rows for unit, rows in accused.items() if rows}
+        if not self._groups:  # all requests that could have passed have ended
+            for rows in self._accused.values():
+                self._add(rows, 1)
+            self._accused.clear()
+
+    def is_suspect(self, name: str) -> bool:
+        return any(name in group for group in self._groups) or name in self._accused.get(self.unit_of(name), ())
+
 
 # A sequence that was in work at so many deaths is a suspect at the next one, even if it gave outputs after each.
 MAX_DEATHS = 2
 SERVED = (FinishReason.STOP, FinishReason.LENGTH)
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 HOLD_SECONDS = 30.0  # a prefill engine keeps the pages of a prompt so long; they are written much earlier, or never
-
-logger = logging.getLogger(__name__)
 
 
 class SequenceSender:

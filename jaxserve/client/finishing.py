@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from jaxserve.client.replicas.control_record import ControlRecord
-from jaxserve.client.replicas.replica import Replica
-from jaxserve.client.sequences.sequence_sender import has_come
-from jaxserve.client.sequences.sequence_table import SequenceTable
+from jaxserve.client.control import ControlRecord
+from jaxserve.client.replicas import Replica
+from jaxserve.client.sequence_sender import has_come
+from jaxserve.client.sequences import SequenceTable
 
 FINISH_POLL = 0.05  # seconds between two looks at the live sequences
 LOOKS = 2  # that find none: a worker whose sequence thinks too long sends it anew

@@ -8,6 +8,12 @@ then sends live requests again, see sequence_sender.py), when it died, and when 
        +-> dead   the first start failed, or too many restarts in a row
 
 While the server drains, the status is `draining` unless it is `dead`. The engine is still restarted.
+
+Measures how long an engine has made no progress, counting only time in which this process was running itself.
+
+The counters are in shared memory, so no event loop is needed to receive them. If more than MAX_GAP passed between
+two looks, this process was blocked or all processes were stopped. That time does not count, because a healthy engine
+might not have run either.
 """
 
 from __future__ import annotations
@@ -19,18 +25,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxserve.client.processes.link import EngineLink
-from jaxserve.client.processes.watchdog import LOOK_INTERVAL, Watchdog
+from jaxserve.client.link import EngineLink
 from jaxserve.errors import ConfigError, EngineDeadError
+from jaxserve.transport.shared_state import Pulse
 from jaxserve.types.messages import EngineInfo, EngineState, Failed, FromEngine, Progress, Ready, RequestRefused
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL = 0.5  # seconds; as often as an engine's heartbeat
+MAX_GAP = 2 * LOOK_INTERVAL
+
+
+class Watchdog:
+    """The seconds without progress: `silent` and `stuck`. The owner calls `look` every LOOK_INTERVAL."""
+
+    def __init__(self) -> None:
+        self.silent = 0.0  # without a heartbeat
+        self.stuck = 0.0  # in one iteration of the engine loop
+        self._pulse = Pulse(0, 0)
+        self._looked = 0.0
+
+    def start(self, now: float) -> None:
+        """Reset for a new engine, or to give the same one another chance."""
+        self.silent = self.stuck = 0.0
+        self._looked = now
+
+    def look(self, pulse: Pulse, now: float) -> None:
+        gap = now - self._looked
+        if gap > MAX_GAP:
+            gap = 0.0
+        last, self._pulse, self._looked = self._pulse, pulse, now
+        self.silent = self.silent + gap if pulse.beats == last.beats else 0.0
+        self.stuck = self.stuck + gap if pulse.iterations == last.iterations else 0.0
+
 
 # seconds before each consecutive restart; after the last one the engine stays dead
 RESTART_DELAYS = (0.0, 0.5, 2.0, 10.0, 30.0)
 STABLE_AFTER = 300.0  # seconds of service after which the count of consecutive restarts is reset
 HEARTBEAT_LIMIT = 3.0  # seconds without a heartbeat after which the engine is not alive; heartbeats come every 0.5 s
 DUMP_TIME = 0.5  # seconds that the engine has to write its stacks before the watchdog kills it
-
-logger = logging.getLogger(__name__)
 
 Phase = Literal["loading", "ready", "restarting", "draining", "dead"]
 

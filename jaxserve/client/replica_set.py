@@ -20,31 +20,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.client.processes.link import EngineLink
-from jaxserve.client.processes.roles import Roles
-from jaxserve.client.processes.supervisor import Death, EngineStatus
-from jaxserve.client.replicas.control_record import ControlRecord
-from jaxserve.client.replicas.engine_calls import changes_weights
-from jaxserve.client.replicas.finishing import FinishingPause
-from jaxserve.client.replicas.prompt_handover import PromptHandover
-from jaxserve.client.replicas.replica import Replica, ReplicaEvents, ReplicaState
-from jaxserve.client.replicas.replica_calls import call_all
-from jaxserve.client.replicas.replica_choice import ReplicaChoice, prompt_bytes, usable
-from jaxserve.client.replicas.replica_summary import joined_info, joined_stats, joined_status
-from jaxserve.client.sequences.held_deadlines import HeldDeadlines
-from jaxserve.client.sequences.sequence_sender import SERVED
-from jaxserve.client.sequences.sequence_table import NOWHERE, LiveSequence, SequenceTable
+from jaxserve.client.control import ControlRecord, changes_weights
+from jaxserve.client.finishing import FinishingPause
+from jaxserve.client.link import EngineLink, Roles
+from jaxserve.client.prompt_handover import PromptHandover
+from jaxserve.client.replica_calls import call_all
+from jaxserve.client.replicas import (
+    Replica,
+    ReplicaChoice,
+    ReplicaEvents,
+    ReplicaState,
+    joined_info,
+    joined_stats,
+    joined_status,
+    prompt_bytes,
+    usable,
+)
+from jaxserve.client.sequence_sender import SERVED
+from jaxserve.client.sequences import NOWHERE, HeldDeadlines, LiveSequence, SequenceTable
+from jaxserve.client.supervisor import Death, EngineStatus
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
 from jaxserve.routing.router import Router
-from jaxserve.types.messages import (
-    Abort,
-    Add,
-    EngineInfo,
-    EngineStats,
-    FromEngine,
-    RequestRefused,
-    with_measured,
-)
+from jaxserve.types.messages import Abort, Add, EngineInfo, EngineStats, FromEngine, RequestRefused, with_measured
 from jaxserve.types.page_keys import PageEvents
 from jaxserve.types.step import TokenOutput
 

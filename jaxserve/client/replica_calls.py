@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.client.replicas.replica import Replica
-from jaxserve.client.replicas.replica_summary import joined_result
+from jaxserve.client.replicas import Replica, joined_result
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, ServerError
 
 READS = ("state", "waiting", "read_weights")  # they change nothing, so engines that are down are left out

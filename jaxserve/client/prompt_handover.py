@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxserve.client.replicas.replica import Replica
-from jaxserve.client.sequences.sequence_table import NOWHERE, LiveSequence, SequenceTable
+from jaxserve.client.replicas import Replica
+from jaxserve.client.sequences import NOWHERE, LiveSequence, SequenceTable
 from jaxserve.errors import HTTPError
 from jaxserve.transport.socket_directory import PageDirectory, remove_file
 from jaxserve.types.sampling import EngineRequest, Prefilled
