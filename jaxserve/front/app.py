@@ -18,8 +18,7 @@ from jaxserve.config import Config
 from jaxserve.front import routes
 from jaxserve.front.forward_to_models import ForwardToModels
 from jaxserve.front.residents import Residents
-from jaxserve.telemetry.merging import Families, FamilyCollector, MetricFamily, merge_families, read_families
-from jaxserve.telemetry.metrics import Metrics
+from jaxserve.telemetry.metrics import Families, FamilyCollector, MetricFamily, Metrics, merge_families, read_families
 from jaxserve.telemetry.tracing import NoTracing
 
 

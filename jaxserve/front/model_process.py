@@ -24,7 +24,7 @@ from starlette.types import Message
 from jaxserve.api.http.forward import PeerEndedError, forward
 from jaxserve.config import Config
 from jaxserve.config_types import reveal
-from jaxserve.telemetry.merging import Families
+from jaxserve.telemetry.metrics import Families
 from jaxserve.transport.child import child_environment, python_command
 
 CHILD_BACKLOG = 2048  # connections that the kernel queues while the child starts

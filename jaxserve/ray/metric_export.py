@@ -8,7 +8,7 @@ import re
 from prometheus_client import CollectorRegistry
 from ray.serve.metrics import Gauge  # pyright: ignore[reportMissingImports]
 
-from jaxserve.telemetry.merging import read_families
+from jaxserve.telemetry.metrics import read_families
 
 INTERVAL = 5.0  # seconds; Ray's agent collects at this rate
 

@@ -9,7 +9,7 @@ from jaxserve.api.shared.state import LiveRequests
 from jaxserve.client.async_engine import AbortSignal, Load
 from jaxserve.config import ApiKey
 from jaxserve.errors import QueueFullError
-from jaxserve.telemetry.merging import Families, counted, merge_families
+from jaxserve.telemetry.metrics import Families, counted, merge_families
 from jaxserve.transport.shared_state import Board
 
 KEYS = (

@@ -14,7 +14,7 @@ from jaxserve.client import supervisor
 from jaxserve.client.async_engine import AsyncEngine, Load
 from jaxserve.config import Config
 from jaxserve.errors import UnexpectedEndError
-from jaxserve.telemetry.merging import Families
+from jaxserve.telemetry.metrics import Families
 from tests.client.test_async_engine import HandLink
 
 

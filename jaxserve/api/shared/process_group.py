@@ -14,7 +14,7 @@ from jaxserve.api.shared.body_cost import BodySum
 from jaxserve.api.shared.key_usage import COUNTS, KeyUsage, KeyUsages
 from jaxserve.api.shared.sessions import Sessions
 from jaxserve.client.async_engine import Load
-from jaxserve.telemetry.merging import Families
+from jaxserve.telemetry.metrics import Families
 from jaxserve.transport.shared_state import Board
 
 MAIN = 0  # row of the main process

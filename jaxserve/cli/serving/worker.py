@@ -28,7 +28,7 @@ from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.client.relay import RelayLink, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.log import configure_logging
-from jaxserve.telemetry.merging import Families, read_families
+from jaxserve.telemetry.metrics import Families, read_families
 from jaxserve.transport.child import end_with_parent
 from jaxserve.transport.shared_state import Board
 

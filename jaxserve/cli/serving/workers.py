@@ -22,7 +22,7 @@ from jaxserve.client.relay import Relay, Relays
 from jaxserve.client.supervisor import DUMP_TIME, LOOK_INTERVAL, Restarts
 from jaxserve.config import Config
 from jaxserve.errors import HTTPError, UnexpectedEndError
-from jaxserve.telemetry.merging import Families, counted, merge_families
+from jaxserve.telemetry.metrics import Families, counted, merge_families
 from jaxserve.transport.child import child_environment, python_command
 from jaxserve.transport.shared_state import Board
 from jaxserve.transport.socket_directory import SocketDirectory
