@@ -8,17 +8,13 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from jaxserve.api.decisions.protocol import DecisionRequest
-from jaxserve.api.messages.protocol import MessagesRequest
+from jaxserve.api.anthropic.protocol import MessagesRequest
 from jaxserve.api.ollama.protocol import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
-from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.protocol.completions import CompletionRequest
-from jaxserve.api.protocol.embeddings import EmbeddingRequest
-from jaxserve.api.protocol.generate import GenerateRequest
-from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from jaxserve.api.response_state.conversation_protocol import CreateConversationRequest
-from jaxserve.api.responses.protocol import ResponsesRequest
-from jaxserve.api.scoring.protocol import ClassifyRequest, RerankRequest, ScoreRequest
+from jaxserve.api.openai.embeddings import EmbeddingRequest
+from jaxserve.api.openai.protocol import ChatCompletionRequest, CompletionRequest
+from jaxserve.api.responses.protocol import CreateConversationRequest, ResponsesRequest
+from jaxserve.api.scoring.protocol import ClassifyRequest, DecisionRequest, RerankRequest, ScoreRequest
+from jaxserve.api.sglang.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest
 
 # route -> (its body, fields that make the smallest request, as JSON)
 ROUTES: dict[str, tuple[type[BaseModel], dict[str, str]]] = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from jaxserve.api.docs.type_text import type_text
+from jaxserve.api.openapi import type_text
 from jaxserve.cli.options.help import COMMON, default, section_title
 from jaxserve.cli.options.settings import variable_of
 from jaxserve.config import ApiKey, Config, ModelEntry, known_keys

@@ -13,21 +13,20 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from jaxserve.api.messages.protocol import CountTokensRequest, MessagesRequest
+from jaxserve.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from jaxserve.api.fields import Body, NestedObject
+from jaxserve.api.known_fields import EVERYWHERE
 from jaxserve.api.ollama.protocol import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
 )
-from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.protocol.common import Body, NestedObject
-from jaxserve.api.protocol.completions import CompletionRequest
-from jaxserve.api.protocol.embeddings import EmbeddingRequest
-from jaxserve.api.protocol.generate import GenerateRequest
-from jaxserve.api.protocol.known_fields import EVERYWHERE
+from jaxserve.api.openai.embeddings import EmbeddingRequest
+from jaxserve.api.openai.protocol import ChatCompletionRequest, CompletionRequest
 from jaxserve.api.responses.protocol import ResponsesRequest
 from jaxserve.api.scoring.protocol import ClassifyRequest, RerankRequest, ScoreRequest
+from jaxserve.api.sglang.protocol import GenerateRequest
 
 LIST = Path(__file__).parents[1] / "tests" / "api" / "known_fields.txt"
 

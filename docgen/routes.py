@@ -9,16 +9,7 @@ import sys
 
 from pydantic import BaseModel
 
-from jaxserve.api.decisions.protocol import (
-    DecisionChoice,
-    DecisionItem,
-    DecisionLevel,
-    DecisionPart,
-    DecisionQuestion,
-    DecisionRequest,
-)
-from jaxserve.api.docs.type_text import type_text
-from jaxserve.api.messages.protocol import (
+from jaxserve.api.anthropic.protocol import (
     Block,
     CountTokensRequest,
     EarlierThread,
@@ -32,6 +23,15 @@ from jaxserve.api.messages.protocol import (
     Source,
     ThinkingConfig,
 )
+from jaxserve.api.fields import (
+    JsonSchemaFormat,
+    RepetitionDetection,
+    ResponseFormat,
+    SamplingFields,
+    SessionParams,
+    StreamOptions,
+    StructuredOutputs,
+)
 from jaxserve.api.ollama.protocol import (
     OllamaCall,
     OllamaChatRequest,
@@ -43,12 +43,14 @@ from jaxserve.api.ollama.protocol import (
     OllamaOptions,
     ShowRequest,
 )
-from jaxserve.api.protocol.admin import AbortRequest
-from jaxserve.api.protocol.batches import CreateBatchRequest, OutputExpiresAfter
-from jaxserve.api.protocol.chat import (
+from jaxserve.api.openai.batches import CreateBatchRequest, OutputExpiresAfter
+from jaxserve.api.openai.embeddings import EmbeddingRequest
+from jaxserve.api.openai.files import UploadFields
+from jaxserve.api.openai.protocol import (
     AllowedTools,
     ChatCompletionRequest,
     ChatMessage,
+    CompletionRequest,
     ContentPart,
     CustomDefinition,
     CustomFormat,
@@ -61,29 +63,7 @@ from jaxserve.api.protocol.chat import (
     ToolCall,
     ToolChoice,
 )
-from jaxserve.api.protocol.common import (
-    JsonSchemaFormat,
-    RepetitionDetection,
-    ResponseFormat,
-    SamplingFields,
-    SessionParams,
-    StreamOptions,
-    StructuredOutputs,
-)
-from jaxserve.api.protocol.completions import CompletionRequest
-from jaxserve.api.protocol.embeddings import EmbeddingRequest
-from jaxserve.api.protocol.files import UploadFields
-from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
-from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
-from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from jaxserve.api.protocol.weights import (
-    ContinueRequest,
-    MemoryRequest,
-    PauseRequest,
-    ReadWeightsRequest,
-    UpdateVersionRequest,
-    UpdateWeightsRequest,
-)
+from jaxserve.api.openapi import type_text
 from jaxserve.api.responses.protocol import (
     ConversationName,
     InputItem,
@@ -97,7 +77,31 @@ from jaxserve.api.responses.protocol import (
     TextFormat,
     ToolInputFormat,
 )
-from jaxserve.api.scoring.protocol import ClassifyRequest, RerankRequest, ScoreRequest
+from jaxserve.api.scoring.protocol import (
+    ClassifyRequest,
+    DecisionChoice,
+    DecisionItem,
+    DecisionLevel,
+    DecisionPart,
+    DecisionQuestion,
+    DecisionRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from jaxserve.api.sessions import CloseSessionRequest, OpenSessionRequest
+from jaxserve.api.sglang.protocol import (
+    AbortRequest,
+    ContinueRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    MemoryRequest,
+    NativeSampling,
+    PauseRequest,
+    ReadWeightsRequest,
+    TokenizeRequest,
+    UpdateVersionRequest,
+    UpdateWeightsRequest,
+)
 from jaxserve.front.routes import ModelName
 
 _ROUTES = """\

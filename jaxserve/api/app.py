@@ -12,44 +12,27 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
-from jaxserve.api.batch.service import batches_running, install_batches
-from jaxserve.api.decisions import routes as decisions
-from jaxserve.api.docs.docs_page import install_docs
-from jaxserve.api.docs.openapi import install_openapi
-from jaxserve.api.errors.responses import install_error_handlers
-from jaxserve.api.http.forward_to_main import ForwardToMain
+from jaxserve.api import health, page
+from jaxserve.api.anthropic import routes as anthropic
+from jaxserve.api.batch.runner import batches_running, install_batches
+from jaxserve.api.http.errors import install_error_handlers
+from jaxserve.api.http.forward import ForwardToMain
 from jaxserve.api.http.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
-from jaxserve.api.messages import routes as messages
 from jaxserve.api.ollama import routes as ollama
-from jaxserve.api.response_state import conversation_routes as conversations
-from jaxserve.api.response_state import routes as responses
-from jaxserve.api.response_state import stored_routes as stored_responses
-from jaxserve.api.response_state.service import install_responses, responses_running
-from jaxserve.api.routes import (
-    admin,
-    batches,
-    chat,
-    completions,
-    embeddings,
-    files,
-    health,
-    info,
-    models,
-    native,
-    page,
-    sessions,
-    tokens,
-    weights,
-)
-from jaxserve.api.routes.no_store import no_store_router
+from jaxserve.api.openai import batches, embeddings, files, models
+from jaxserve.api.openai import routes as openai
+from jaxserve.api.openai.files import no_store_router
+from jaxserve.api.openapi import install_docs, install_openapi
+from jaxserve.api.process_group import ProcessGroup
+from jaxserve.api.responses import routes as responses
+from jaxserve.api.responses import stored_routes as stored_responses
+from jaxserve.api.responses.background import install_responses, responses_running
 from jaxserve.api.schemas import ANSWERS, BODIES
-from jaxserve.api.scoring import classify_routes as classify
-from jaxserve.api.scoring import routes as rerank
-from jaxserve.api.shared.engine_protocol import EngineProtocol
-from jaxserve.api.shared.process_group import ProcessGroup
-from jaxserve.api.shared.sealing import Seal, sealing_key
-from jaxserve.api.shared.start_checks import check_template, check_vocabulary
-from jaxserve.api.shared.state import ServerState
+from jaxserve.api.scoring import routes as scoring
+from jaxserve.api.sealing import Seal, sealing_key
+from jaxserve.api.sglang import routes as sglang
+from jaxserve.api.sglang import weights
+from jaxserve.api.state import EngineProtocol, ServerState, check_template, check_vocabulary
 from jaxserve.config import Config
 from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
@@ -60,15 +43,12 @@ from jaxserve.text.output_parser import choose_parsers
 from jaxserve.types.messages import EngineStats
 from jaxserve.version import __version__
 
-STORE_ROUTERS = (files, batches, stored_responses, conversations)
-ROUTERS = (
-    *(health, page, models, completions, chat, responses, messages, ollama),
-    *(embeddings, rerank, classify, decisions, native, sessions, tokens, info, admin, weights),
-)
+STORE_ROUTERS = (files, batches, stored_responses)
+ROUTERS = (health, page, models, openai, responses, anthropic, ollama, embeddings, scoring, sglang, weights)
 
 BATCH_ENDPOINTS = {
-    "/v1/chat/completions": chat.create_chat_completion,
-    "/v1/completions": completions.create_completion,
+    "/v1/chat/completions": openai.create_chat_completion,
+    "/v1/completions": openai.create_completion,
     "/v1/embeddings": embeddings.create_embedding,
     "/v1/responses": responses.create_response,
 }

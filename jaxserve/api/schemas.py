@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from jaxserve.api.decisions.protocol import Decided, DecisionRequest
-from jaxserve.api.messages.protocol import CountTokensRequest, MessagesRequest
+from jaxserve.api import answers
+from jaxserve.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.api.ollama.protocol import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -13,35 +13,46 @@ from jaxserve.api.ollama.protocol import (
     OllamaGenerateRequest,
     ShowRequest,
 )
-from jaxserve.api.protocol import answers, models
-from jaxserve.api.protocol.admin import AbortRequest
-from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest
-from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.protocol.completions import CompletionRequest
-from jaxserve.api.protocol.embeddings import EmbeddingRequest
-from jaxserve.api.protocol.files import FileAnswer, FileDeleted, FileList
-from jaxserve.api.protocol.generate import GenerateRequest
-from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
-from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from jaxserve.api.protocol.weights import (
-    ContinueRequest,
-    MemoryRequest,
-    PauseRequest,
-    ReadWeightsRequest,
-    UpdateVersionRequest,
-    UpdateWeightsRequest,
-)
-from jaxserve.api.response_state.conversation_protocol import (
+from jaxserve.api.openai import models
+from jaxserve.api.openai.batches import BatchAnswer, BatchList, CreateBatchRequest
+from jaxserve.api.openai.embeddings import EmbeddingRequest
+from jaxserve.api.openai.files import FileAnswer, FileDeleted, FileList
+from jaxserve.api.openai.protocol import ChatCompletionRequest, CompletionRequest
+from jaxserve.api.responses.protocol import (
     AddItemsRequest,
     ConversationAnswer,
     CreateConversationRequest,
+    InputTokens,
     ItemList,
     ObjectDeleted,
+    ResponseAnswer,
+    ResponseEvent,
+    ResponsesRequest,
     UpdateConversationRequest,
 )
-from jaxserve.api.responses.answer_schemas import InputTokens, ResponseAnswer, ResponseEvent
-from jaxserve.api.responses.protocol import ResponsesRequest
-from jaxserve.api.scoring.protocol import Classified, ClassifyRequest, Reranked, RerankRequest, Scored, ScoreRequest
+from jaxserve.api.scoring.protocol import (
+    Classified,
+    ClassifyRequest,
+    Decided,
+    DecisionRequest,
+    Reranked,
+    RerankRequest,
+    Scored,
+    ScoreRequest,
+)
+from jaxserve.api.sessions import CloseSessionRequest, OpenSessionRequest
+from jaxserve.api.sglang.protocol import (
+    AbortRequest,
+    ContinueRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    MemoryRequest,
+    PauseRequest,
+    ReadWeightsRequest,
+    TokenizeRequest,
+    UpdateVersionRequest,
+    UpdateWeightsRequest,
+)
 
 BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, GenerateRequest, EmbeddingRequest),

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jaxserve.api.shared.body_cost import max_line_bytes
+from jaxserve.api.body_cost import max_line_bytes
 from jaxserve.bench.load import root_url
 from jaxserve.cli.batches.batch_server import BatchServer, until_reached
 from jaxserve.cli.batches.offline_batch import OfflineBatch, run_offline, validate

@@ -24,8 +24,8 @@ from pathlib import Path
 import uvloop
 
 from jaxserve.api.app import check_chat_template, create_app, stop_background, warm_up
-from jaxserve.api.shared.process_group import GroupKeeper
-from jaxserve.api.shared.sealing import sealing_key
+from jaxserve.api.process_group import GroupKeeper
+from jaxserve.api.sealing import sealing_key
 from jaxserve.cli.serving.heap import keep_heap_small
 from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of

@@ -10,10 +10,10 @@ from prometheus_client import generate_latest
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from jaxserve.api.errors.responses import install_error_handlers
+from jaxserve.api import page
+from jaxserve.api.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
+from jaxserve.api.http.errors import install_error_handlers
 from jaxserve.api.http.middleware import Authentication, BodyLimit, RequestContext
-from jaxserve.api.routes import page
-from jaxserve.api.shared.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
 from jaxserve.config import Config
 from jaxserve.front import routes
 from jaxserve.front.forward_to_models import ForwardToModels

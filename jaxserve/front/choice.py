@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from starlette.requests import Request
 
-from jaxserve.api.shared.body_cost import BodyLimits, is_large
+from jaxserve.api.body_cost import BodyLimits, is_large
 from jaxserve.errors import InvalidValueError
 from jaxserve.front.model_plan import Catalog, ModelPlan
 

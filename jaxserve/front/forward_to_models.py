@@ -8,12 +8,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.api.errors.responses import ClientDisconnected
-from jaxserve.api.http.begun_answer import BegunAnswer
+from jaxserve.api.body_cost import BodyLimits
+from jaxserve.api.http.errors import ClientDisconnected
 from jaxserve.api.http.forward import PeerEndedError, forward
 from jaxserve.api.http.middleware import ADMIN_PATHS, GENERATING_PATHS, UPLOAD_PATHS
-from jaxserve.api.http.sse import until_disconnect
-from jaxserve.api.shared.body_cost import BodyLimits
+from jaxserve.api.http.sse import BegunAnswer, until_disconnect
 from jaxserve.errors import ModelEndedError
 from jaxserve.front.choice import choose
 from jaxserve.front.resident import Resident

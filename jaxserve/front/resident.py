@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxserve.api.protocol.models import named_object
+from jaxserve.api.openai.models import named_object
 from jaxserve.errors import NotReadyError
 from jaxserve.front.model_plan import ModelPlan
 from jaxserve.front.model_process import ModelProcess

@@ -12,12 +12,12 @@ from pydantic import Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from jaxserve.api.errors.responses import ClientDisconnected
+from jaxserve.api.fields import Body
+from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import validated
+from jaxserve.api.http.errors import ClientDisconnected
 from jaxserve.api.ollama.protocol import API_VERSION
-from jaxserve.api.protocol.common import Body
-from jaxserve.api.protocol.models import model_list
-from jaxserve.api.respond.wire import json_response
+from jaxserve.api.openai.models import model_list
 from jaxserve.front.resident import Resident
 from jaxserve.front.residents import Residents
 from jaxserve.telemetry.metrics import CONTENT_TYPE

@@ -21,15 +21,13 @@ import msgspec
 import orjson
 from pydantic import BaseModel
 
+from jaxserve.api.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.http.body import validated
-from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
-from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.respond.chat_answer import ChatAnswer
-from jaxserve.api.routes.chat import answer_chat
-from jaxserve.api.shared.grammar_checks import GrammarChecks
-from jaxserve.api.shared.keys import DEFAULT_CALLER
-from jaxserve.api.shared.start_checks import check_template, check_vocabulary
-from jaxserve.api.shared.state import ServerState
+from jaxserve.api.keys import DEFAULT_CALLER
+from jaxserve.api.openai.answer import ChatAnswer
+from jaxserve.api.openai.protocol import ChatCompletionRequest
+from jaxserve.api.openai.routes import answer_chat
+from jaxserve.api.state import GrammarChecks, ServerState, check_template, check_vocabulary
 from jaxserve.client.async_engine import GenerateOptions
 from jaxserve.client.replicas import ReplicaState
 from jaxserve.client.supervisor import EngineStatus

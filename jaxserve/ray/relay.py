@@ -15,11 +15,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.api.errors.responses import ClientDisconnected, as_http_error, send_error
-from jaxserve.api.http.begun_answer import BegunAnswer
+from jaxserve.api.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
 from jaxserve.api.http.browser_guard import guarded
+from jaxserve.api.http.errors import ClientDisconnected, as_http_error, send_error
 from jaxserve.api.http.middleware import ADMIN_PATHS, UPLOAD_PATHS, Authentication, BodyLimit
-from jaxserve.api.shared.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
+from jaxserve.api.http.sse import BegunAnswer
 from jaxserve.config import ServerSection
 from jaxserve.errors import HTTPError, ModelEndedError, NotFoundError
 

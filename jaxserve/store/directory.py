@@ -144,7 +144,7 @@ MARK_VERSION = 1
 DATABASE = "store.db"
 FILES = "files"
 TMP = "tmp"
-SEALING_KEY = "sealing-key"  # of api/shared/sealing.py
+SEALING_KEY = "sealing-key"  # of api/sealing.py
 
 TABLES = frozenset({"lease", "files", "batches", "results", "idempotency"})  # since version 1 of the database
 

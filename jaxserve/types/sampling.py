@@ -77,7 +77,7 @@ class ThinkingBudget(ThinkingForm, frozen=True, kw_only=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters and end conditions of one request.
 
-    The API checks the values (api/tasks/sampling.py). Decoding an `Add` message checks types and bounds.
+    The API checks the values (api/generate/task.py). Decoding an `Add` message checks types and bounds.
     """
 
     n: Count = 1

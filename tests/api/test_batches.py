@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.api.batch.route_handler import BATCH_PRIORITY, RouteHandler, with_batch_priority
-from jaxserve.api.routes.chat import create_chat_completion
+from jaxserve.api.batch.request import BATCH_PRIORITY, RouteHandler, with_batch_priority
+from jaxserve.api.openai.routes import create_chat_completion
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.api.conftest import LiveServer

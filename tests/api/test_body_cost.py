@@ -9,9 +9,7 @@ from typing import Any, cast
 import pytest
 from pydantic import field_validator
 
-from jaxserve.api.http.body import read_body
-from jaxserve.api.protocol.common import Body
-from jaxserve.api.shared.body_cost import (
+from jaxserve.api.body_cost import (
     BODIES_IN_SUM,
     BYTES_A_TOKEN,
     EMBEDDING_VALUES,
@@ -26,6 +24,8 @@ from jaxserve.api.shared.body_cost import (
     VALUES,
     BodyLimits,
 )
+from jaxserve.api.fields import Body
+from jaxserve.api.http.body import read_body
 from jaxserve.config import Config, ServerSection
 from jaxserve.text.json_cost import MAX_DIGITS, SMALL_BYTES
 from tests.waiting import wait_until

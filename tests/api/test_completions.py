@@ -7,8 +7,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 
-from jaxserve.api.respond.logprobs import CompletionLogprobs
-from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.api.generate.wire import CompletionLogprobs
+from jaxserve.api.work_pool import TokenTexts
 from jaxserve.text.tokenizer import Tokenizer
 
 from .conftest import LiveServer, reply_with

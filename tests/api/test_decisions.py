@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.api.decisions.probabilities import option_letters
-from jaxserve.api.decisions.protocol import Decided
+from jaxserve.api.scoring.answer import option_letters
+from jaxserve.api.scoring.protocol import Decided
 from jaxserve.text.tokenizer import Tokenizer
 
 from .conftest import LiveServer, serving

@@ -10,8 +10,8 @@ import numpy as np
 import openai
 import pytest
 
-from jaxserve.api.generate.prompts import cut
-from jaxserve.api.protocol.answers import Embeddings
+from jaxserve.api.answers import Embeddings
+from jaxserve.api.generate.planner import cut
 from tests.api.conftest import LiveServer, serving
 from tests.api.fakes import MAX_MODEL_LEN, vector_of
 from tests.api.test_batches import results, upload, wait

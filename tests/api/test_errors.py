@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.errors.responses import error_response
-from jaxserve.api.shared.state import ServerState
+from jaxserve.api.http.errors import error_response
+from jaxserve.api.state import ServerState
 from jaxserve.config import Config
 from jaxserve.errors import HTTPError, NotReadyError, QueueFullError
 

@@ -229,7 +229,7 @@ def test_bad_values_are_named(server: LiveServer, path: str, body: dict[str, Any
 
 
 def test_more_hidden_states_than_an_answer_may_have(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.api.tasks.extras.MAX_HIDDEN_NUMBERS", 8 * 10)
+    monkeypatch.setattr("jaxserve.api.generate.task.MAX_HIDDEN_NUMBERS", 8 * 10)
     body: dict[str, Any] = {"input_ids": [7, 8, 9], "return_hidden_states": True}
     assert server.post("/generate", body | {"sampling_params": {"max_new_tokens": 7}}).status_code == 200
     error = server.post("/generate", body | {"sampling_params": {"max_new_tokens": 8}}).json()["error"]

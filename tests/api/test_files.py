@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.api.protocol import files
+from jaxserve.api.openai import files
 from tests.api.conftest import LiveServer
 from tests.waiting import LAST_RESORT
 

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from jaxserve.api.generate.infill import infill_prompt
-from jaxserve.api.shared.encoding import TextEncoder, TextWork
+from jaxserve.api.generate.planner import infill_prompt
+from jaxserve.api.work_pool import TextEncoder, TextWork
 from jaxserve.errors import UnsupportedParameterError
 from jaxserve.text.tokenizer import Tokenizer
 

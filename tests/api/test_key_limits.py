@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from jaxserve.api.shared.key_usage import KeyLimitError, KeyUsage, TokenBucket
+from jaxserve.api.keys import KeyLimitError, KeyUsage, TokenBucket
 from jaxserve.config import Config
 from jaxserve.types.sampling import Tenant
 from tests.api.batch.helpers import input_file

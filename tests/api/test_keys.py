@@ -15,8 +15,8 @@ import openai
 import pytest
 from starlette.types import Scope
 
-from jaxserve.api.shared import keys
-from jaxserve.api.shared.keys import KeyRing
+from jaxserve.api import keys
+from jaxserve.api.keys import KeyRing
 from jaxserve.config import Config, ServerSection
 
 from .conftest import LiveServer, reply_with

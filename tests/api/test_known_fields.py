@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from docgen.fields import APIS, listed, reference, verdict
-from jaxserve.api.protocol.known_fields import EVERYWHERE
+from jaxserve.api.known_fields import EVERYWHERE
 from tests.api.conftest import LiveServer, reply_with
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "fields.md"
@@ -33,7 +33,7 @@ ODD = {"odd": "value"}
 
 def test_every_listed_field_has_a_verdict() -> None:
     unknown = [f"{api}: {path}" for api, path in listed() if verdict(APIS[api][1], path).kind == "unknown"]
-    assert not unknown, "add them to a body, or to api/protocol/known_fields.py"
+    assert not unknown, "add them to a body, or to api/known_fields.py"
     assert len(listed()) > 1000 and listed() == list(dict.fromkeys(listed()))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.tasks.message_order import in_place
+from jaxserve.api.generate.tools import in_place
 from jaxserve.config import Config
 from tests.api.agent_turns import FORMS, REFUSES, SYSTEM, TAKES, template
 from tests.api.conftest import LiveServer, reply_with, serving

@@ -7,21 +7,18 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from jaxserve.api.decisions.protocol import DecisionRequest
-from jaxserve.api.messages.protocol import MessagesRequest
+from jaxserve.api.anthropic.protocol import MessagesRequest
+from jaxserve.api.fields import RepetitionDetection
 from jaxserve.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
-from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.protocol.common import RepetitionDetection
-from jaxserve.api.protocol.completions import CompletionRequest
-from jaxserve.api.protocol.generate import NativeSampling
-from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from jaxserve.api.response_state.conversation_protocol import (
+from jaxserve.api.openai.protocol import ChatCompletionRequest, CompletionRequest
+from jaxserve.api.responses.protocol import (
     AddItemsRequest,
     CreateConversationRequest,
+    ResponsesRequest,
     UpdateConversationRequest,
 )
-from jaxserve.api.responses.protocol import ResponsesRequest
-from jaxserve.api.scoring.protocol import ClassifyRequest, RerankRequest, ScoreRequest
+from jaxserve.api.scoring.protocol import ClassifyRequest, DecisionRequest, RerankRequest, ScoreRequest
+from jaxserve.api.sglang.protocol import DetokenizeRequest, NativeSampling, TokenizeRequest
 
 from .conftest import LiveServer, reply_with, serving
 from .fakes import VECTOR

@@ -379,7 +379,7 @@ def test_the_watermark_of_the_server_is_on_every_route() -> None:
 
 
 def test_a_late_first_token_counts_what_was_cached(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.api.respond.admission.START_SECONDS", 0.0)
+    monkeypatch.setattr("jaxserve.api.generate.wire.START_SECONDS", 0.0)
     reply_with(server, CALL)
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     body = {"model": "demo", "messages": USER, "max_tokens": 99, "tools": [WEATHER], "tool_choice": choice}

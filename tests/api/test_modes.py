@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.generate.beam_search import Beam, beam_search
 from jaxserve.api.generate.generation import PromptTask
-from jaxserve.api.generate.modes import _beam_output
-from jaxserve.api.generate.repetition import Repetitions
-from jaxserve.api.tasks.task import RepetitionRule
+from jaxserve.api.generate.modes import Beam, Repetitions, _beam_output, beam_search
+from jaxserve.api.generate.task import RepetitionRule
 from jaxserve.config import Config
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxserve.api.http.multipart import MAX_FIELD_BYTES, MAX_PARTS, UploadForm
+from jaxserve.api.http.body import MAX_FIELD_BYTES, MAX_PARTS, UploadForm
 from jaxserve.errors import InvalidValueError
 
 TYPE = 'multipart/form-data; boundary="XX"'

@@ -9,10 +9,10 @@ import orjson
 import pytest
 
 from jaxserve.api.generate.generation import PromptTask, coalesce
-from jaxserve.api.respond.native_choice import NativeChoice
-from jaxserve.api.shared.token_texts import TokenTexts
-from jaxserve.api.tasks import native
-from jaxserve.api.tasks.native import NativeOptions
+from jaxserve.api.sglang import task as native
+from jaxserve.api.sglang.answer import NativeChoice
+from jaxserve.api.sglang.task import NativeOptions
+from jaxserve.api.work_pool import TokenTexts
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput

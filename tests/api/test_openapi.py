@@ -6,7 +6,8 @@ from typing import Any
 import orjson
 import pytest
 
-from jaxserve.api.protocol import answers, models
+from jaxserve.api import answers
+from jaxserve.api.openai import models
 
 from .conftest import LiveServer
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxserve.api.shared import probe
+from jaxserve.api import health
 from jaxserve.config import Config
 from jaxserve.errors import QueueFullError
 from jaxserve.types.messages import EngineStats, Outputs
@@ -31,8 +31,8 @@ def test_it_needs_the_key() -> None:
 
 
 def test_an_engine_that_makes_nothing_is_not_ready(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "TIMEOUT", 0.3)
-    monkeypatch.setattr(probe, "STATS_AGE", 0.0)
+    monkeypatch.setattr(health, "TIMEOUT", 0.3)
+    monkeypatch.setattr(health, "STATS_AGE", 0.0)
     server.call(server.link.hold.clear)
     answer = server.http.get(PATH)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready"
@@ -45,7 +45,7 @@ def test_an_engine_that_computes_for_others_is_ready(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     """Though the probe's own request waits in the queue, or was refused by it."""
-    monkeypatch.setattr(probe, "STATS_AGE", 0.0)
+    monkeypatch.setattr(health, "STATS_AGE", 0.0)
 
     def refuse(*args: object) -> None:
         raise QueueFullError("full")

@@ -2,10 +2,9 @@
 
 import pytest
 
-from jaxserve.api.shared.key_usage import KeyLimitError, KeyUsage, KeyUsages
-from jaxserve.api.shared.keys import DEFAULT_CALLER
-from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
-from jaxserve.api.shared.state import LiveRequests
+from jaxserve.api.keys import DEFAULT_CALLER, KeyLimitError, KeyUsage, KeyUsages
+from jaxserve.api.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
+from jaxserve.api.state import LiveRequests
 from jaxserve.client.async_engine import AbortSignal, Load
 from jaxserve.config import ApiKey
 from jaxserve.errors import QueueFullError

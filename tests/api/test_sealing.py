@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.api.shared.sealing import MAX_TEXT_BYTES, Seal, sealing_key
+from jaxserve.api.sealing import MAX_TEXT_BYTES, Seal, sealing_key
 from jaxserve.errors import ConfigError
 from jaxserve.store import Store
 from jaxserve.store.directory import SEALING_KEY, remove

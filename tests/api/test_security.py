@@ -14,8 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from jaxserve.api import keys
 from jaxserve.api.http import middleware
-from jaxserve.api.shared import keys
 from jaxserve.cli.serving.listening import bind
 from jaxserve.config import Config, LoggingSection
 from jaxserve.errors import ConfigError

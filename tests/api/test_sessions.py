@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.protocol.common import SessionParams
-from jaxserve.api.protocol.sessions import OpenSessionRequest
-from jaxserve.api.shared import sessions
+from jaxserve.api import sessions
+from jaxserve.api.fields import SessionParams
+from jaxserve.api.sessions import OpenSessionRequest
 from jaxserve.client.async_engine import AbortSignal
 from jaxserve.errors import InvalidValueError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer

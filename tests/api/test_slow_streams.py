@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from jaxserve.api.generate import wire
 from jaxserve.api.http import sse
-from jaxserve.api.respond import admission
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 from tests.api.conftest import LiveServer, reply_with
@@ -35,7 +35,7 @@ def slow() -> Iterator[LiveServer]:
 @pytest.fixture(autouse=True)
 def held(slow: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No token is made until the test lets go of the link."""
-    for module in (sse, admission):
+    for module in (sse, wire):
         monkeypatch.setattr(module, "START_SECONDS", 0.05)
     reply_with(slow, "one two")
     slow.call(slow.link.hold.clear)

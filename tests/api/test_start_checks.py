@@ -10,8 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from jaxserve.api.app import check_chat_template, create_app, warm_up
-from jaxserve.api.shared.start_checks import check_template, check_vocabulary
-from jaxserve.api.shared.state import ServerState
+from jaxserve.api.state import ServerState, check_template, check_vocabulary
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 

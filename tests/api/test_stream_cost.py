@@ -14,13 +14,12 @@ import orjson
 import pytest
 
 from jaxserve.api.generate.generation import PromptTask, coalesce
-from jaxserve.api.respond.chat_choices import JoinedMessage
-from jaxserve.api.respond.completion_choices import JoinedText
-from jaxserve.api.respond.extras import RoutedExperts
-from jaxserve.api.respond.native_choice import NativeChoice
-from jaxserve.api.shared.sessions import Session, SessionTurn
-from jaxserve.api.shared.token_texts import TokenTexts
-from jaxserve.api.tasks.native import NativeOptions
+from jaxserve.api.generate.wire import RoutedExperts
+from jaxserve.api.openai.answer import JoinedMessage, JoinedText
+from jaxserve.api.sessions import Session, SessionTurn
+from jaxserve.api.sglang.answer import NativeChoice
+from jaxserve.api.sglang.task import NativeOptions
+from jaxserve.api.work_pool import TokenTexts
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.output_parser import REASONING_FAMILIES, ParserChoice, ThinkingLimit
 from jaxserve.text.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxserve.api.batch.route_handler import RouteHandler
-from jaxserve.api.routes.chat import create_chat_completion
+from jaxserve.api.batch.request import RouteHandler
+from jaxserve.api.openai.routes import create_chat_completion
 from jaxserve.config import Config
 from jaxserve.text.renderer import LONG_BYTES, Renderer
 from jaxserve.text.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.protocol.limits import MAX_TOOLS
-from jaxserve.api.shared.encoding import TextEncoder, TextWork
+from jaxserve.api.limits import MAX_TOOLS
+from jaxserve.api.work_pool import TextEncoder, TextWork
 from jaxserve.config import Config
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from jaxserve.api.protocol.weights import (
+from jaxserve.api.sglang.protocol import (
     ContinueRequest,
     MemoryRequest,
     PauseRequest,
@@ -21,7 +21,7 @@ from jaxserve.api.protocol.weights import (
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
-from jaxserve.api.routes.weights_path import checked_directory
+from jaxserve.api.sglang.weights import checked_directory
 from jaxserve.config import Config
 from jaxserve.errors import InvalidValueError, ServerError
 from jaxserve.transport.socket_directory import PREFIX
@@ -274,8 +274,8 @@ def test_a_body_that_is_no_file_is_refused(server: LiveServer) -> None:
 
 def test_a_body_that_is_too_large_is_refused(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once if it announces its length, else as soon as it is too long."""
-    monkeypatch.setattr("jaxserve.api.routes.weights.MAX_HEADER", 1000)
-    monkeypatch.setattr("jaxserve.api.routes.weights.WIDEST", 0)
+    monkeypatch.setattr("jaxserve.api.sglang.weights.MAX_HEADER", 1000)
+    monkeypatch.setattr("jaxserve.api.sglang.weights.WIDEST", 0)
     parts = (b"x" * 600 for _ in range(4))
     for content in (b"x" * 1001, parts):
         answer = server.http.post("/update_weights_from_tensor", content=content, headers=BYTES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.shared.encoding import (
+from jaxserve.api.work_pool import (
     CHARS_A_TOKEN,
     INLINE_CHARS,
     LONG_CHARS,
@@ -16,8 +16,8 @@ from jaxserve.api.shared.encoding import (
     PIECE_CHARS,
     TextEncoder,
     TextWork,
+    WorkPool,
 )
-from jaxserve.api.shared.work_pool import WorkPool
 from jaxserve.config import Config
 from jaxserve.errors import ContextLengthError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ HANDLERS = (
     ("/uvicorn/protocols/http/httptools_impl.py", "run_asgi"),
     ("/anyio/_backends/_asyncio.py", "run"),  # a route that is no coroutine
     ("/concurrent/futures/thread.py", "run"),  # what a route gives to a thread
-    ("/jaxserve/api/batch/route_handler.py", "__call__"),
+    ("/jaxserve/api/batch/request.py", "__call__"),
     ("/jaxserve/engine/server.py", "run"),
     ("/jaxserve/client/async_engine.py", "_handle"),
     ("/jaxserve/types/messages.py", ""),

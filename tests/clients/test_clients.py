@@ -49,7 +49,7 @@ def test_a_client_does_all_that_it_has(script: str, request: pytest.FixtureReque
 @pytest.mark.clients
 @pytest.mark.parametrize("api", sdk_fields.SOURCES)
 def test_the_newest_sdk_has_no_field_that_is_not_listed(api: str) -> None:
-    """A field that an SDK has got since is named: it gets a verdict in api/protocol/known_fields.py or a body."""
+    """A field that an SDK has got since is named: it gets a verdict in api/known_fields.py or a body."""
     script = "use_anthropic.py" if api == "messages" else "use_openai.py"
     python = interpreter(script, Path(os.environ.get("JAXSERVE_CLIENTS", "/nowhere")))
     if not python.exists():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxserve.api.routes.health import router
+from jaxserve.api.health import router
 from jaxserve.cli.options.settings import load_config
 from jaxserve.ray.settings import RaySettings
 from tests.api.conftest import LiveServer

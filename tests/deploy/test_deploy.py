@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.routes.health import router
+from jaxserve.api.health import router
 from jaxserve.errors import ConfigError
 from tests.api.conftest import LiveServer
 

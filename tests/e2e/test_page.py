@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 import jaxserve
-from jaxserve.api.http.page_paths import PAGE_FILES
+from jaxserve.api.http.middleware import PAGE_FILES
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 from jaxserve.types.sampling import SamplingParams

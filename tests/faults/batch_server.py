@@ -16,8 +16,8 @@ from pathlib import Path
 
 import orjson
 
-from jaxserve.api.batch.batch_request import Answered
 from jaxserve.api.batch.job import BatchSettings
+from jaxserve.api.batch.request import Answered
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.store import Disk, FileRecord, NewBatch, Store
 from tests.store.disks import KillingDisk

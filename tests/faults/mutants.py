@@ -320,14 +320,14 @@ MUTANTS = (
     ),
     Mutant(
         "a prefix of the key is enough",
-        "jaxserve/api/shared/keys.py",
+        "jaxserve/api/keys.py",
         "if hmac.compare_digest(given, digest):",
         "if hmac.compare_digest(given, digest) or key:",
         SECURITY + "test_every_route_asks_for_the_key",
     ),
     Mutant(
         "keys are compared byte by byte",
-        "jaxserve/api/shared/keys.py",
+        "jaxserve/api/keys.py",
         "if hmac.compare_digest(given, digest):",
         "if given == digest:",
         SECURITY + "test_keys_are_compared_in_constant_time",
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "an answer is not as documented",
-        "jaxserve/api/routes/tokens.py",
+        "jaxserve/api/sglang/routes.py",
         '"count"',
         '"number"',
         "tests/api/test_schema_fuzz.py::test_every_answer_is_as_documented",

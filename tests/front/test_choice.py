@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from jaxserve.api.shared.body_cost import BodyLimits
+from jaxserve.api.body_cost import BodyLimits
 from jaxserve.config import Config, ModelEntry
 from jaxserve.errors import HTTPError
 from jaxserve.front.choice import choose

@@ -12,8 +12,7 @@ import httpx2
 import pytest
 
 from jaxserve.api.app import create_app
-from jaxserve.api.http.middleware import ADMIN_PATHS, OPEN_PATHS
-from jaxserve.api.http.page_paths import PAGE_PATHS
+from jaxserve.api.http.middleware import ADMIN_PATHS, OPEN_PATHS, PAGE_PATHS
 from jaxserve.config import Config, ModelEntry
 from jaxserve.front.app import create_front
 from jaxserve.front.forward_to_models import may_be_route

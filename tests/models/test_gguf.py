@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxserve.api.routes.weights_path import checked_directory
+from jaxserve.api.sglang.weights import checked_directory
 from jaxserve.cli.checks import device_findings
 from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine, served_names

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.api.shared.body_cost import BODIES_IN_SUM
+from jaxserve.api.body_cost import BODIES_IN_SUM
 from jaxserve.config import Config
 from jaxserve.errors import QueueFullError
 from jaxserve.ray.relay import (
@@ -163,7 +163,7 @@ def test_a_body_without_a_key_is_not_read() -> None:
 
 
 def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.api.shared.body_cost.MIN_SUM_BYTES", 0)  # else 512 MiB: the largest times 8
+    monkeypatch.setattr("jaxserve.api.body_cost.MIN_SUM_BYTES", 0)  # else 512 MiB: the largest times 8
     answers = asyncio.Event()
 
     async def ask(request: RelayedRequest) -> AsyncIterator[list[Message]]:

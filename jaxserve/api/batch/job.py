@@ -2,27 +2,246 @@
 
 Each iteration of the loop reads the state from the store and acts on it. Nothing is kept between iterations. A batch
 therefore continues after a crash, a full disk or a lost race exactly as a new one starts.
+
+Delay work while the store refuses writes: longer after each attempt, and visible to the client of a batch.
+
+Save results in groups: all results that arrive while one commit runs share the next commit.
+
+Limit how many batch requests and background responses are in flight at once, over all batches.
+
+Either is in flight from its start until its result is durable. The window therefore also limits the work that a crash
+can lose, and the memory that results take while the disk is full.
+
+Run the requests of one batch: read from the input file, limited by the window, committed as they finish.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import itertools
 import logging
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from jaxserve.api.batch.batch_request import READY_POLL, Handlers, RequestRunner, unexecuted_line
-from jaxserve.api.batch.committer import Committer
-from jaxserve.api.batch.execution import Execution, Input
 from jaxserve.api.batch.failure_log import FailureLog
-from jaxserve.api.batch.pause import StoragePause
-from jaxserve.api.batch.request_window import RequestWindow
+from jaxserve.api.batch.request import READY_POLL, Handlers, RequestRunner, unexecuted_line
 from jaxserve.errors import StorageError
-from jaxserve.store import BatchError, BatchRecord, BatchStatus, LineResult, Store, Validator
-from jaxserve.store.jsonl import ANY_LENGTH
+from jaxserve.store import BATCH_LINE, BatchError, BatchRecord, BatchStatus, LineResult, Store, Validator
+from jaxserve.store.jsonl import ANY_LENGTH, Line, read_lines
 from jaxserve.store.validation import MAX_LINES
+
+logger = logging.getLogger(__name__)
+
+MAX_FACTOR = 16  # the longest delay, as a multiple of the first
+
+
+class StoragePause:
+    """The current delay of one batch or response, if it is delayed.
+
+    name: for the log
+    first_delay: seconds until the second attempt. The delay doubles up to MAX_FACTOR times that, less a random part
+    of up to one half, so that those of a server do not all retry at once.
+    """
+
+    def __init__(self, name: str, first_delay: float) -> None:
+        self._name = name
+        self._first_delay = first_delay
+        self._factor = 1
+        self._reason: str | None = None
+
+    @property
+    def error(self) -> BatchError | None:
+        """The error that the Batch object shows to clients meanwhile."""
+        if self._reason is None:
+            return None
+        return BatchError("waiting_for_storage", f"{self._reason} The batch goes on once it can be written.")
+
+    async def wait(self, error: StorageError) -> None:
+        """Return when it is time for the next attempt."""
+        if self._reason is None:
+            logger.warning("%s waits: %s", self._name, error.message)
+        self._reason = error.message
+        delay = self._first_delay * self._factor * random.uniform(0.5, 1.0)
+        self._factor = min(2 * self._factor, MAX_FACTOR)
+        await asyncio.sleep(delay)
+
+    def end(self) -> None:
+        """Reset the delay: the store accepted a write."""
+        if self._reason is not None:
+            logger.info("%s goes on", self._name)
+        self._factor, self._reason = 1, None
+
+
+Waiting = list[tuple[LineResult, asyncio.Future[None]]]
+
+
+class Committer:
+    """Pass results to `save`, group by group. If the disk is full, results wait; none is lost."""
+
+    def __init__(self, save: Callable[[Sequence[LineResult]], Awaitable[None]], pause: StoragePause) -> None:
+        self._save = save
+        self._pause = pause
+        self._waiting: Waiting = []
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._failure: Exception | None = None
+
+    async def commit(self, result: LineResult) -> None:
+        """Return once the result is durable. If the caller stops waiting, the result is still saved.
+
+        Raises what `save` raises, except StorageError, which is retried.
+        """
+        if self._closed:
+            raise RuntimeError("a batch request finished after its batch had been stopped")
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((result, future))
+        if self._task is None:
+            self._task = asyncio.create_task(self._save_all(), name="batch-committer")
+        await future
+
+    async def _save_all(self) -> None:
+        while self._waiting:
+            group, self._waiting = self._waiting, []
+            try:
+                await self._save_group([result for result, _ in group])
+            except Exception as error:
+                self._failure = error
+            for _, future in group:
+                if not future.done():
+                    future.set_exception(self._failure) if self._failure else future.set_result(None)
+        self._task = None
+
+    async def _save_group(self, group: Sequence[LineResult]) -> None:
+        while True:
+            try:
+                await self._save(group)
+                return self._pause.end()
+            except StorageError as error:
+                await self._pause.wait(error)
+
+    async def close(self, timeout: float | None) -> None:
+        """Accept no more results and wait until those accepted are durable, or dropped after `timeout` seconds.
+
+        Raises the error with which `save` failed, if it did.
+        """
+        self._closed = True
+        if self._task is not None:
+            _, late = await asyncio.wait({self._task}, timeout=timeout)
+            for task in late:
+                task.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+
+MAX_INPUT_BYTES = 32 * 2**20  # bytes of input in flight; a larger batch request runs alone
+LIMIT_POLL = 0.02  # seconds after which the limit is read again, because online load changes without notice
+
+
+class RequestWindow:
+    """Admit batch requests in first-in first-out order, so that batches alternate.
+
+    limit: returns how many may be in flight now, given how many are; called repeatedly
+    """
+
+    def __init__(self, limit: Callable[[int], int], max_bytes: int = MAX_INPUT_BYTES) -> None:
+        self.num_running = 0
+        self._bytes = 0
+        self._limit = limit
+        self._max_bytes = max_bytes
+        self._entering = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def enter(self, size: int) -> None:
+        """Wait until a batch request of `size` bytes fits. Pair with `leave`."""
+        async with self._entering:
+            while not self._fits(size):
+                self._freed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), LIMIT_POLL)
+            self.num_running += 1
+            self._bytes += size
+
+    def leave(self, size: int) -> None:
+        self.num_running -= 1
+        self._bytes -= size
+        self._freed.set()
+
+    def _fits(self, size: int) -> bool:
+        if self.num_running == 0:
+            return True
+        return self.num_running < self._limit(self.num_running) and self._bytes + size <= self._max_bytes
+
+
+def spare_slots(rows: int, num_online: int) -> int:
+    """Return how many batch requests fill the engine beside the online requests, less one eighth of its rows.
+
+    The eighth stays free for the next online requests, so that each starts at once while batch requests finish.
+
+    rows: the engine's rows that are in use; num_online: online requests now
+    """
+    return rows - max(1, rows // 8) - num_online
+
+
+READ_LINES = 32  # batch requests read from the file at a time, in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The batch requests that are still to run."""
+
+    path: Path
+    max_line_bytes: int
+    finished: set[int]
+
+    async def requests(self) -> AsyncIterator[Line]:
+        lines = (line for line in read_lines(self.path, self.max_line_bytes) if line.number not in self.finished)
+        while group := await asyncio.to_thread(_take, lines):
+            for line in group:
+                yield line
+
+
+def _take(lines: Iterator[Line]) -> list[Line]:
+    return list(itertools.islice(lines, READ_LINES))
+
+
+class Execution:
+    """Run every request of an input, each once the window has room for it."""
+
+    def __init__(self, left: Input, runner: RequestRunner, window: RequestWindow, committer: Committer) -> None:
+        self._left = left
+        self._runner = runner
+        self._window = window
+        self._committer = committer
+
+    async def run(self) -> None:
+        """Return once every request has finished and is durable. If cancelled, cancel the requests in flight.
+
+        Raises the first error of a request, or of saving its result.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for line in self._left.requests():
+                    await self._start(line, group)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _start(self, line: Line, group: asyncio.TaskGroup) -> None:
+        assert line.data is not None, "validation refuses lines that are too long"
+        size = len(line.data)
+        await self._window.enter(size)
+        task = group.create_task(self._run_request(line.number, line.data))
+        # Done outside the task: a task cancelled before its first step runs none of its code.
+        task.add_done_callback(lambda _: self._window.leave(size))
+
+    async def _run_request(self, number: int, data: bytes) -> None:
+        result = await self._runner.run(number, BATCH_LINE.decode(data))
+        await self._committer.commit(result)
+
 
 RUNNING_REQUESTS_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
 
@@ -34,8 +253,6 @@ NOT_RUN = {
     ),
     BatchStatus.CANCELLED: ("batch_cancelled", "This request was not executed because the batch was cancelled."),
 }
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,31 @@
-"""Run all batches of a server: one task per batch, from its creation or the server's start to its end."""
+"""Run all batches of a server: one task per batch, from its creation or the server's start to its end.
+
+Connect the batch runner of an application to its engine, store and routes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
-from jaxserve.api.batch.batch_request import Handlers
-from jaxserve.api.batch.job import BatchJob, BatchSettings
-from jaxserve.api.batch.request_window import RequestWindow
-from jaxserve.errors import HTTPError, StorageError, StoreDamagedError
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from jaxserve.api.batch.job import BatchJob, BatchSettings, RequestWindow, spare_slots
+from jaxserve.api.batch.request import Endpoint, Handlers, engine_ready, route_handlers
+from jaxserve.api.body_cost import max_line_bytes
+from jaxserve.api.state import EngineProtocol, ServerState
+from jaxserve.errors import HTTPError, NotReadyError, StorageError, StoreDamagedError
 from jaxserve.store import BatchError, BatchRecord, NewBatch, Store
 from jaxserve.store.database import LeaseLostError
 
+logger = logging.getLogger(__name__)
+
 SWEEP_SECONDS = 60.0
 CRASH_DELAY = 5.0  # seconds until a batch is retried after an internal error
-
-logger = logging.getLogger(__name__)
 
 
 class BatchRunner:
@@ -122,3 +131,54 @@ class BatchRunner:
             return  # the store has already logged it
         except HTTPError as error:
             logger.critical("the store cannot be swept: %s", error.message)
+
+
+def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: Mapping[str, Endpoint]) -> BatchRunner:
+    """Create the runner of `app`, which runs within `batches_running`. endpoints: what batch requests may name."""
+    settings = BatchSettings(
+        known_model=lambda name: name in state.engine.info.served_names,
+        ready=lambda: engine_ready(state.engine.check_ready),
+        max_line_bytes=max_line_bytes(state.config.server),
+    )
+    runner = BatchRunner(
+        store, route_handlers(app, endpoints), settings, functools.partial(request_limit, state.engine)
+    )
+    app.state.batches = runner
+    state.metrics.watch_gauges(lambda: _gauges(runner))
+    return runner
+
+
+def _gauges(runner: BatchRunner) -> dict[str, float]:
+    finished, requests = runner.progress()
+    return {
+        "jaxserve:store_writable": float(runner.store.condition.status == "ok"),
+        "jaxserve:batches_running": float(runner.num_running()),
+        "jaxserve:batches_paused": float(runner.num_paused()),
+        "jaxserve:batches_requests": float(requests),
+        "jaxserve:batches_requests_finished": float(finished),
+    }
+
+
+def request_limit(engine: EngineProtocol, running: int) -> int:
+    """Return how many batch requests the engine has room for beside the current online requests."""
+    try:
+        rows = min(engine.info.max_num_seqs, engine.info.useful_rows)
+    except NotReadyError:
+        return 0
+    return spare_slots(rows, max(0, engine.num_live - running))
+
+
+@contextlib.asynccontextmanager
+async def batches_running(app: FastAPI) -> AsyncIterator[None]:
+    """Run the application's batches for as long as the context is open."""
+    runner: BatchRunner = app.state.batches
+    await runner.start()
+    try:
+        yield
+    finally:
+        await runner.stop()
+
+
+def batch_runner(request: Request) -> BatchRunner:
+    """Return the runner of the application that answers `request`."""
+    return request.app.state.batches

@@ -16,10 +16,9 @@ from weakref import WeakSet
 
 import msgspec
 
-from jaxserve.api.shared.key_usage import KeyUsage
-from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller
-from jaxserve.api.shared.state import ServerState
-from jaxserve.api.tasks.task import RequestOptions
+from jaxserve.api.generate.task import RequestOptions
+from jaxserve.api.keys import DEFAULT_CALLER, Caller, KeyUsage
+from jaxserve.api.state import ServerState
 from jaxserve.client.async_engine import AbortSignal
 from jaxserve.client.sequences import Outbox
 from jaxserve.errors import ConflictError, HTTPError, InvalidValueError

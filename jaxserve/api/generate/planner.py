@@ -1,27 +1,361 @@
-"""Turn the prompts of a task into engine work: tokens, final sampling parameters, compiled grammar, generation mode."""
+"""Turn the prompts of a task into engine work: tokens, final sampling parameters, compiled grammar, generation mode.
+
+A conversation is rendered by the chat template; its oldest turns are left out if it is too long and may be cut. Texts
+and token ids become prompts that fit the model: tokenized, checked, truncated, continued from a session, or filled in
+the middle. The constraint on the text, the tools and the reasoning become one grammar, which a helper process compiles
+first (grammar/worker.py). The engine compiles the checked text again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
 from jaxserve.api.generate.generation import Generation, PromptTask, Usage
-from jaxserve.api.generate.grammars import chat_grammar, checked
 from jaxserve.api.generate.modes import with_beam_search, with_repetition_rule, with_session
-from jaxserve.api.generate.prompts import check_length, longest_prompt, text_tokens
-from jaxserve.api.generate.rendering import RenderedChat, rendered_chat
+from jaxserve.api.generate.task import (
+    ChatMessages,
+    ChatPrompt,
+    Constraint,
+    Continuation,
+    RequestOptions,
+    Side,
+    TextPrompt,
+    Truncation,
+    check_sizes,
+    special_tokens,
+    thinking,
+)
+from jaxserve.api.generate.tools import ToolUse
 from jaxserve.api.generate.turn import RawInputParser, Turn
-from jaxserve.api.shared.keys import Caller
-from jaxserve.api.shared.state import ServerState
-from jaxserve.api.tasks.constraints import Constraint
-from jaxserve.api.tasks.extras import check_sizes
-from jaxserve.api.tasks.task import ChatPrompt, Continuation, RequestOptions, TextPrompt
-from jaxserve.errors import InvalidValueError
+from jaxserve.api.keys import Caller
+from jaxserve.api.state import ServerState
+from jaxserve.api.work_pool import INLINE_CHARS, TextEncoder
+from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
+from jaxserve.grammar.tools import CallModel, no_call_grammar, tool_grammar
 from jaxserve.text.events import OutputParser
+from jaxserve.text.template_worker import TemplateInput
+from jaxserve.text.tokenizer import SHIELD, Tokenizer
 from jaxserve.text.tools.registry import HARMONY
+from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget, ThinkingForm
+
+# the tokens before the prefix, the suffix and the middle, per model family
+_FAMILIES = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+)
+
+
+async def infill_prompt(
+    encoder: TextEncoder, tokenizer: Tokenizer, prefix: str | list[int], suffix: str, limit: int | None
+) -> list[int]:
+    """Return the token ids of prefix, suffix, middle, in this order.
+
+    limit: the greatest useful number of tokens
+    Raises UnsupportedParameterError if the tokenizer has no such tokens, ContextLengthError if a text exceeds `limit`.
+    """
+    for family in _FAMILIES:
+        marks = [tokenizer.token_to_id(token) for token in family]
+        if None not in marks:
+            before, between, after = (mark for mark in marks if mark is not None)
+            head = prefix if isinstance(prefix, list) else await _plain(encoder, prefix, limit, "prompt")
+            tail = await _plain(encoder, suffix, limit, "suffix")
+            start = tokenizer.encode("", add_special_tokens=True)
+            return [*start, before, *head, between, *tail, after]
+    raise UnsupportedParameterError("suffix: this model has no fill-in-the-middle tokens.", param="suffix")
+
+
+async def _plain(encoder: TextEncoder, text: str, limit: int | None, param: str) -> list[int]:
+    return await encoder.encode(text, add_special_tokens=False, plain=True, limit=limit, param=param)
+
+
+def check_ids(token_ids: list[int], info: EngineInfo, param: str) -> None:
+    """Raises InvalidValueError if a token id is outside the vocabulary."""
+    if token_ids and max(token_ids) >= info.vocab_size:
+        worst = max(token_ids)
+        raise InvalidValueError(f"{param}: {worst} is no token id; the vocabulary has {info.vocab_size}.", param=param)
+
+
+def truncate(token_ids: list[int], how: Truncation, max_tokens: int | None, limit: int) -> list[int]:
+    """Cut a prompt. `limit` is the context length. Raises InvalidValueError if no token would remain."""
+    if how.keep is None:
+        return token_ids
+    if how.keep == 0:
+        message = "truncate_prompt_tokens is 0: no token of the prompt would be left."
+        raise InvalidValueError(message, param="truncate_prompt_tokens")
+    count = how.keep if how.keep >= 0 else max(1, limit - (1 if max_tokens is None else max_tokens))
+    if len(token_ids) <= count:
+        return token_ids
+    return token_ids[:count] if how.side == "right" else token_ids[len(token_ids) - count :]
+
+
+def cut(token_ids: list[int], frame: list[int], keep: int, side: Side) -> list[int]:
+    """Keep at most `keep` tokens, cutting at `side` of the text.
+
+    frame: special tokens that the tokenizer adds around a text; they are kept if there is room
+    """
+    if len(token_ids) <= keep:
+        return token_ids
+    before = 0
+    while before < len(frame) and token_ids[before] == frame[before]:
+        before += 1
+    after = len(frame) - before
+    if keep < len(frame):
+        return token_ids[:keep]
+    text, room = token_ids[before : len(token_ids) - after], keep - len(frame)
+    kept = text[:room] if side == "right" else text[len(text) - room :]
+    return token_ids[:before] + kept + token_ids[len(token_ids) - after :]
+
+
+@dataclass(frozen=True)
+class TextCut:
+    """How a text that gets one result is tokenized.
+
+    keep: tokens that remain; -1: as many as fit, None: all, then a longer text is an error
+    """
+
+    keep: int | None = None
+    side: Side = "right"
+    special: bool = True
+
+
+async def whole_text(prompt: str | list[int], how: TextCut, state: ServerState, param: str = "input") -> list[int]:
+    """Tokenize a text that gets one result, or check its token ids. Raises a RequestError."""
+    info, tokenizer, keep = state.engine.info, state.engine.tokenizer, how.keep
+    if isinstance(prompt, list):
+        check_ids(prompt, info, param)
+        frame, token_ids = [], prompt
+    else:
+        frame = tokenizer.encode("") if how.special else []
+        limit = info.max_model_len if keep is None else None
+        token_ids = await state.encoder.encode(prompt, add_special_tokens=how.special, limit=limit, param=param)
+    if keep is not None:
+        token_ids = cut(token_ids, frame, min(keep, info.max_model_len) if keep >= 0 else info.max_model_len, how.side)
+    if not token_ids:
+        raise InvalidValueError(f"{param} has no tokens.", param=param)
+    if len(token_ids) > info.max_model_len:
+        raise ContextLengthError.too_long(len(token_ids), info.max_model_len, context=info.max_model_len, param=param)
+    return token_ids
+
+
+async def text_tokens(prompt: TextPrompt, state: ServerState) -> list[int]:
+    """Tokenize a prompt. Raises a RequestError for token ids outside the vocabulary or a text beyond the context."""
+    info, content = state.engine.info, prompt.content
+    if isinstance(content, list):
+        check_ids(content, info, prompt.param)
+    limit = longest_prompt(prompt, info) if prompt.truncation.keep is None else None
+    if prompt.suffix:
+        token_ids = await infill_prompt(state.encoder, state.engine.tokenizer, content, prompt.suffix, limit)
+    elif isinstance(content, str):
+        special = prompt.add_special_tokens
+        token_ids = await state.encoder.encode(content, add_special_tokens=special, limit=limit, param=prompt.param)
+    else:
+        token_ids = content
+    return truncate(token_ids, prompt.truncation, prompt.sampling.max_tokens, info.max_model_len)
+
+
+def longest_prompt(prompt: Continuation, info: EngineInfo) -> int:
+    """Return how many tokens a prompt may have: the context, less one token to generate unless none is asked for."""
+    return info.max_model_len - (prompt.sampling.max_tokens != 0)
+
+
+def check_length(token_ids: list[int], maximum: int, info: EngineInfo, param: str) -> None:
+    """Raises InvalidValueError for an empty prompt, ContextLengthError for one with more than `maximum` tokens."""
+    if not token_ids:
+        raise InvalidValueError(f"{param} has no tokens.", param=param)
+    if len(token_ids) > maximum:
+        raise ContextLengthError.too_long(len(token_ids), maximum, context=info.max_model_len, param=param)
+
+
+_TAIL_TOKENS = 64  # enough characters to see whether a prompt ends inside the reasoning
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as the model sees it.
+
+    text: as rendered; for a request with its own ids, the text of the last of them
+    """
+
+    token_ids: list[int]
+    text: str
+
+
+async def render(messages: ChatMessages, state: ServerState, changed: Mapping[str, Any] | None = None) -> str:
+    """Render the prompt's text. Raises InvalidValueError if the template refuses the messages.
+
+    changed: template variables that replace those of the messages
+    """
+    template = state.chat_template
+    if template is None:
+        message = "This model has no chat template; use /v1/completions, or set model.chat_template on the server."
+        raise InvalidValueError(message, param="messages")
+    generation, continues = messages.add_generation_prompt, messages.continue_final_message
+    generation = not continues if generation is None else generation
+
+    def conversation() -> TemplateInput:
+        tools = list(messages.tools) or None
+        documents = list(messages.documents) if messages.documents is not None else None
+        variables = {**messages.variables, **(changed or {})}
+        return TemplateInput(messages.make(), tools, documents, generation, continues, variables)
+
+    size = messages.size
+    if size <= INLINE_CHARS and (text := template.render_here(conversation())) is not None:
+        return text
+    return await state.template_work.run(lambda: template.render(conversation(), size), size)
+
+
+async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
+    """Render and tokenize. Raises a RequestError, also for a prompt that leaves no room for output."""
+    info, tokenizer = state.engine.info, state.engine.tokenizer
+    longest = longest_prompt(prompt, info)
+    if prompt.token_ids is not None:
+        check_ids(prompt.token_ids, info, "input_ids")
+        ids, text = prompt.token_ids, tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    else:
+        shielded = await render(prompt.messages, state)
+        limit = longest if prompt.truncation.keep is None else None
+        special = prompt.add_special_tokens
+        ids = await state.encoder.encode(shielded, add_special_tokens=special, limit=limit, param="messages")
+        text = shielded.replace(SHIELD, "")
+    ids = truncate(ids, prompt.truncation, prompt.sampling.max_tokens, info.max_model_len)
+    check_length(ids, longest, info, "messages" if prompt.token_ids is None else "input_ids")
+    return RenderedChat(ids, text)
+
+
+async def thinking_is_off(prompt: ChatPrompt, rendered: RenderedChat, state: ServerState) -> bool:
+    """Return whether reasoning is turned off, by the request or by the template's own default.
+
+    The default is off if the prompt equals the one rendered with reasoning turned off.
+    """
+    variables = prompt.messages.variables
+    wish = variables.get("enable_thinking", variables.get("thinking"))
+    if wish is not None or prompt.token_ids is not None:
+        return wish is False
+    without = await render(prompt.messages, state, thinking(False))
+    return rendered.text == without.replace(SHIELD, "")
+
+
+_HARMONY_FINAL = "<|channel|>final<|message|>"
+_FORMATS = ("json_schema", "json_object")  # formats of a text answer; other constraints apply to the whole output
+
+
+def with_tools(answer: Constraint | None, use: ToolUse, state: ServerState) -> Constraint | None:
+    """Return the constraint on the whole output; `answer` is the constraint on its text.
+
+    none: the answer; without one, any text that does not begin a call of the tools that the prompt shows.
+    required: only calls are allowed; a JSON format for text then has no effect.
+    auto: the answer or calls. A JSON answer still allows calls; any other constraint applies to the whole output.
+    Raises InvalidValueError (tool_choice) if a call is required beside a constraint of another kind.
+    """
+    if use.mode == "none":
+        return _without_calls(state) if use.forbids_calls and answer is None else answer
+    if use.mode == "required":
+        if answer is not None and answer[0].kind not in _FORMATS:
+            message = f"{answer[1]} cannot be kept where tool_choice requires a call."
+            raise InvalidValueError(message, param="tool_choice")
+        spec = _calls(use, state, required=True)
+        assert spec is not None
+        return spec, "tools"
+    if answer is None:
+        spec = _calls(use, state, required=False)
+        return None if spec is None else (spec, "tools")
+    return _either(answer, use, state)
+
+
+def _without_calls(state: ServerState) -> Constraint | None:
+    spec = no_call_grammar(_model(state))
+    return None if spec is None else (spec, "tool_choice")
+
+
+def _model(state: ServerState) -> CallModel:
+    template = state.chat_template.tools_source if state.chat_template is not None else ""
+    return CallModel(state.parsers.tool, template, special_tokens(state.engine.tokenizer))
+
+
+def _calls(
+    use: ToolUse, state: ServerState, *, required: bool, answer: dict[str, Any] | bool | None = None
+) -> GrammarSpec | None:
+    return tool_grammar(
+        _model(state),
+        use.tools,
+        required=required,
+        parallel=use.parallel or (answer is None and not required),  # in auto mode the output ends after its first call
+        answer=answer,
+        limited=use.allows_some,
+    )
+
+
+def _either(answer: Constraint, use: ToolUse, state: ServerState) -> Constraint:
+    spec, param = answer
+    if spec.kind not in _FORMATS:
+        return answer
+    schema = {"type": "object"} if spec.kind == "json_object" else json.loads(spec.source)
+    try:
+        either = _calls(use, state, required=False, answer=schema)
+    except InvalidSchemaError as error:
+        raise InvalidSchemaError(error.message, param="tools" if error.param == "tools" else param) from None
+    assert either is not None
+    return either, param
+
+
+async def checked(found: Constraint | None, state: ServerState) -> GrammarSpec | None:
+    """Return the grammar once the grammar compiler accepts it. Raises InvalidSchemaError that names the field."""
+    return None if found is None else await state.grammars.check(*found, state.engine)
+
+
+async def chat_grammar(prompt: ChatPrompt, rendered: RenderedChat, state: ServerState) -> GrammarSpec | None:
+    """Return the checked grammar of the whole output of a conversation."""
+    is_beam_search = prompt.mode.beam_length_penalty is not None  # takes no grammar
+    tools = ToolUse() if is_beam_search and prompt.tools.forbids_calls else prompt.tools
+    try:
+        found = with_tools(prompt.constraint, tools, state)
+        spec = await checked(found, state)
+    except InvalidSchemaError:
+        if (outlined := tools.outlined) == tools:
+            raise
+        found = with_tools(prompt.constraint, outlined, state)
+        spec = await checked(found, state)
+    if spec is None:
+        return None
+    if state.parsers.harmony and found is not prompt.constraint:
+        return spec  # applies from the first token: the grammar covers all channels, also those of the reasoning
+    return after_reasoning(spec, prompt, rendered, state, off=await thinking_is_off(prompt, rendered, state))
+
+
+def after_reasoning(
+    spec: GrammarSpec, prompt: ChatPrompt, rendered: RenderedChat, state: ServerState, *, off: bool
+) -> GrammarSpec:
+    """Return `spec` for an output that may begin with reasoning: it then applies after the reasoning.
+
+    off: the request turned reasoning off
+    """
+    tokenizer = state.engine.tokenizer
+    if state.parsers.harmony:
+        continues = prompt.continued != ""  # within the final channel, whose header is in the prompt
+        return spec if continues else msgspec.structs.replace(spec, begin_after=_ids(tokenizer, _HARMONY_FINAL))
+    tags = state.parsers.think_tags
+    if tags is None:
+        return spec
+    end = _ids(tokenizer, tags.end)
+    if tags.opened_by(rendered.text, prompt.continued):
+        return msgspec.structs.replace(spec, begin_after=end)
+    start = _ids(tokenizer, tags.start)
+    if off or prompt.continued or len(start) != 1 or rendered.text.rstrip().endswith(tags.end):
+        return spec
+    return msgspec.structs.replace(spec, begin_after=end, begin_unless=start)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 @dataclass(frozen=True)
@@ -180,3 +514,41 @@ class Planner:
 def _is_answer(prompt: ChatPrompt, grammar: GrammarSpec | None) -> bool:
     """Return whether a constraint of the answer holds from the first token, so that no text is reasoning."""
     return prompt.constraint is not None and grammar is not None and not grammar.begin_after
+
+
+ROOM_PART = 4  # a conversation is shortened until at least a quarter of the context is left, if so much is asked for
+# the second: a conversation of many megabytes passes the limits of a rendering before its tokens are counted
+TOO_LONG = (ContextLengthError, InvalidValueError)
+
+
+async def planned(
+    planner: Planner, prompt: ChatPrompt, shortened: Callable[[int], ChatMessages], num_droppable: int
+) -> ChatPlan:
+    """Plan a conversation; if it is too long, without as few of its oldest turns as possible.
+
+    shortened: returns the conversation without this number of turns
+    num_droppable: the most turns to leave out. The number of renderings grows with its logarithm.
+    """
+    try:
+        return await planner.chat(prompt)
+    except TOO_LONG:
+        if not num_droppable:
+            raise
+    low, high = 1, num_droppable
+    while low < high:
+        middle = (low + high) // 2
+        if await _fits(planner, replace(prompt, messages=shortened(middle))):
+            high = middle
+        else:
+            low = middle + 1
+    return await planner.chat(replace(prompt, messages=shortened(low)))
+
+
+async def _fits(planner: Planner, prompt: ChatPrompt) -> bool:
+    limit = planner.state.engine.info.max_model_len
+    room = min(prompt.sampling.max_tokens or limit, limit // ROOM_PART)
+    try:
+        rendered = await rendered_chat(prompt, planner.state)
+    except TOO_LONG:
+        return False
+    return len(rendered.token_ids) + room <= limit

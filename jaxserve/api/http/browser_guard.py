@@ -14,7 +14,7 @@ import socket
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.api.errors.responses import send_error
+from jaxserve.api.http.errors import send_error
 from jaxserve.config import ServerSection
 from jaxserve.errors import PermissionDeniedError
 

@@ -1,6 +1,8 @@
 """ASGI middleware: request ids, last-resort errors, API keys, readiness, limits on bodies.
 
 BaseHTTPMiddleware is not used: it triples the cost of every streamed chunk.
+
+The files of the page for browsers. They are open: the page asks for the API key itself.
 """
 
 from __future__ import annotations
@@ -15,14 +17,11 @@ from collections.abc import Awaitable, Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.api.errors.families import ANTHROPIC_PREFIX
-from jaxserve.api.errors.responses import ClientDisconnected, as_http_error, send_error
-from jaxserve.api.http.page_paths import PAGE_PATHS
-from jaxserve.api.shared.body_cost import BodyLimits, BodySum
-from jaxserve.api.shared.engine_protocol import EngineProtocol
-from jaxserve.api.shared.key_usage import KeyUsage
-from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller, KeyRing, set_caller
-from jaxserve.api.shared.process_group import Elsewhere
+from jaxserve.api.body_cost import BodyLimits, BodySum
+from jaxserve.api.http.errors import ANTHROPIC_PREFIX, ClientDisconnected, as_http_error, send_error
+from jaxserve.api.keys import DEFAULT_CALLER, Caller, KeyRing, KeyUsage, set_caller
+from jaxserve.api.process_group import Elsewhere
+from jaxserve.api.state import EngineProtocol
 from jaxserve.config import ServerSection
 from jaxserve.errors import (
     AuthenticationError,
@@ -33,6 +32,14 @@ from jaxserve.errors import (
 )
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+PAGE_FILES = frozenset(
+    f"{name}.js" for name in ("api", "app", "calls", "chat", "files", "live", "markdown", "page", "talks")
+) | {"style.css"}
+PAGE_PATHS = frozenset({"/", *(f"/web/{name}" for name in PAGE_FILES)})
+
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # open without a key and in every phase
 WEIGHTS_UPLOAD = "/update_weights_from_tensor"
@@ -58,8 +65,6 @@ GENERATING_PATHS = frozenset(
 UPLOAD_PATHS = ("/v1/files", "/files", WEIGHTS_UPLOAD)  # have their own, larger limit
 
 SLOWEST_BYTES = 10_000.0  # bytes per second that a slow client's body must reach
-
-logger = logging.getLogger(__name__)
 
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 

@@ -1,7 +1,9 @@
 """Write server-sent events straight to ASGI, one `send` per event; cancel work when the client disconnects.
 
 Routes make the bytes of each event. This file writes only error events, pings and the end of the
-stream (`data: [DONE]` or what the family of the path has, see errors/families.py).
+stream (`data: [DONE]` or what the family of the path has, see api/http/errors.py).
+
+An answer of another process on its way to the client, and its end if that process ends before.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.api.errors.families import OPENAI, ApiFamily
-from jaxserve.api.errors.responses import ClientDisconnected, as_http_error
-from jaxserve.api.shared.state import ServerState
-from jaxserve.api.shared.unread import ClientPace
+from jaxserve.api.http.errors import NDJSON, OPENAI, ApiFamily, ClientDisconnected, as_http_error, family_of
+from jaxserve.api.state import ServerState
+from jaxserve.api.unread import ClientPace
 from jaxserve.errors import HTTPError
 
 T = TypeVar("T")
@@ -177,3 +178,38 @@ async def _cancelled(future: asyncio.Future[bytes]) -> None:
     """Cancel a future, and return when it has ended."""
     future.cancel()
     await asyncio.gather(future, return_exceptions=True)
+
+
+class BegunAnswer:
+    """Passes on ASGI messages and keeps what the end of a stream needs. The scope's state may have a request_id."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._stream_end = b""  # the end of each event; empty: the answer is no stream
+        self._last = b""
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        """Send one message."""
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            headers = dict(message["headers"])
+            kind = headers.get(b"content-type", b"")
+            self._stream_end = b"\n\n" if kind.startswith(b"text/event-stream") else b"\n" if kind == NDJSON else b""
+            self._scope["state"].setdefault("request_id", headers.get(b"x-request-id", b"").decode("latin-1"))
+        elif self._stream_end:
+            self._last = (self._last + message.get("body", b""))[-2:]
+        await self._send(message)
+
+    async def end(self, error: HTTPError) -> bool:
+        """Send the error as the last event of a stream. Returns whether this was possible.
+
+        Nothing is sent in the middle of an event or of a whole body: the caller closes the connection then.
+        """
+        if not self._stream_end or (self._last and not self._last.endswith(self._stream_end)):
+            return False
+        family = family_of(self._scope["path"])
+        event = family.error_event(error, self._scope["state"].get("request_id", ""))
+        await self._send({"type": "http.response.body", "body": event + family.done, "more_body": False})
+        return True

@@ -17,9 +17,8 @@ import orjson
 
 from jaxserve.api.generate.generation import Generation
 from jaxserve.api.generate.turn import Turn
+from jaxserve.api.generate.wire import chat_logprobs, is_object
 from jaxserve.api.ollama.task import OllamaOutput
-from jaxserve.api.respond.logprobs import chat_logprobs
-from jaxserve.api.respond.wire import is_object
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from jaxserve.types.step import FinishReason

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.chat import Tool
-from jaxserve.api.protocol.common import Body, NestedObject
-from jaxserve.api.protocol.known_fields import EVERYWHERE, OLLAMA, OLLAMA_OPTIONS
+from jaxserve.api import limits
+from jaxserve.api.fields import Body, NestedObject
+from jaxserve.api.known_fields import EVERYWHERE, OLLAMA, OLLAMA_OPTIONS
+from jaxserve.api.openai.protocol import Tool
 
 # the version of Ollama whose routes these are: clients compare three plain numbers, and Codex asks for 0.13.4,
 # the first with Responses. 0.14.0 is the first with Messages

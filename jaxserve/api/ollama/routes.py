@@ -13,12 +13,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.docs.openapi import documented
-from jaxserve.api.errors.families import OLLAMA
+from jaxserve.api.answers import OllamaError
 from jaxserve.api.generate.planner import Planner
+from jaxserve.api.generate.task import RequestOptions, TextPrompt, new_id
 from jaxserve.api.generate.turn import Turn
+from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
+from jaxserve.api.http.errors import OLLAMA
 from jaxserve.api.http.sse import EventStream, until_disconnect
+from jaxserve.api.keys import caller_of
 from jaxserve.api.ollama.answer import OllamaAnswer, loaded, nanoseconds, timestamp
 from jaxserve.api.ollama.protocol import (
     API_VERSION,
@@ -29,14 +32,9 @@ from jaxserve.api.ollama.protocol import (
     ShowRequest,
 )
 from jaxserve.api.ollama.task import chat_prompt, instruction_prompt, output_options
-from jaxserve.api.protocol.answers import OllamaError
-from jaxserve.api.protocol.embeddings import EmbeddingRequest
-from jaxserve.api.respond.wire import json_response
-from jaxserve.api.routes.embeddings import embed
-from jaxserve.api.shared.keys import caller_of
-from jaxserve.api.shared.state import ServerState, server_state
-from jaxserve.api.tasks.fields import new_id
-from jaxserve.api.tasks.task import RequestOptions, TextPrompt
+from jaxserve.api.openai.embeddings import EmbeddingRequest, embed
+from jaxserve.api.openapi import documented
+from jaxserve.api.state import ServerState, server_state
 from jaxserve.errors import HTTPError, InvalidValueError
 
 NEVER = 2**33  # Unix seconds, the year 2242: the model is not unloaded

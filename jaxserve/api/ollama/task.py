@@ -8,16 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.api.generate.task import ChatMessages, ChatPrompt, Constraint, TextPrompt, mark, native_params, thinking
+from jaxserve.api.generate.tools import ToolUse, in_place, offered_tools, without_header
 from jaxserve.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, OllamaOptions
-from jaxserve.api.protocol.generate import NativeSampling
-from jaxserve.api.shared.state import ServerState
-from jaxserve.api.tasks.chat import thinking
-from jaxserve.api.tasks.constraints import Constraint
-from jaxserve.api.tasks.extras import mark
-from jaxserve.api.tasks.message_order import in_place, without_header
-from jaxserve.api.tasks.sampling import native_params
-from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, TextPrompt
-from jaxserve.api.tasks.tools import ToolUse, offered_tools
+from jaxserve.api.sglang.protocol import NativeSampling
+from jaxserve.api.state import ServerState
 from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.grammar.translate import schema_spec

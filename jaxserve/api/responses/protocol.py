@@ -1,19 +1,21 @@
-"""The body of OpenAI's POST /v1/responses and /v1/responses/input_tokens.
+"""The bodies and the answers of OpenAI's /v1/responses and /v1/conversations.
 
-As in api/messages/protocol.py, a field or tool of a feature that this server lacks, for example a hosted tool, is
-ignored and logged once. If the request requires the feature, it gets an error that names the field
-(api/responses/task.py).
+As in api/anthropic/protocol.py, a field or tool of a feature that this server lacks, for example a hosted tool, is
+ignored and logged once. If the request requires the feature, it gets an error that names the field (task.py).
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
-from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.common import CommonFields, NestedObject, StructuredOutputs
-from jaxserve.api.protocol.known_fields import EVERYWHERE, RESPONSES, RESPONSES_REASONING
+from jaxserve.api import limits
+from jaxserve.api.answers import Answer
+from jaxserve.api.fields import Body, CommonFields, NestedObject, StructuredOutputs
+from jaxserve.api.known_fields import EVERYWHERE, RESPONSES, RESPONSES_REASONING
+from jaxserve.store.records import ConversationRecord, StoredItem
 
 MAX_INPUT_ITEMS = 8192  # a turn of an agent is a call, its output and reasoning
 MAX_ITEM_PARTS = 4096
@@ -201,3 +203,122 @@ class ResponsesRequest(CommonFields):
     structured_outputs: StructuredOutputs | None = Field(None, description="text.format in vLLM's form.")
     chat_template_kwargs: dict[str, Any] | None = None
     request_id: limits.Identifier | None = Field(None, description="For aborts and logs. Default: the response's id.")
+
+
+class ResponseAnswer(Answer):
+    """A response. Its items have only the keys that their type needs."""
+
+    id: str
+    object: str
+    created_at: int
+    completed_at: int | None
+    status: str
+    background: bool
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | list[Any] | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    presence_penalty: float
+    frequency_penalty: float
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: dict[str, Any] | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class ResponseEvent(BaseModel):
+    """The data of a named event: response.created, response.output_item.added, response.output_text.delta, and so on.
+
+    The data of the last event is [DONE].
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
+
+
+class InputTokens(Answer):
+    object: str
+    input_tokens: int
+
+
+MAX_NEW_ITEMS = 20
+
+NewItems = Annotated[list[InputItem], Field(max_length=MAX_NEW_ITEMS)]
+
+
+class CreateConversationRequest(Body):
+    items: NewItems | None = None
+    metadata: limits.Metadata | None = None
+
+
+class UpdateConversationRequest(Body):
+    metadata: limits.Metadata | None = Field(description="Replaces the metadata.")
+
+
+class AddItemsRequest(Body):
+    items: Annotated[NewItems, Field(min_length=1)]
+
+
+class ConversationAnswer(Answer):
+    """OpenAI's Conversation object."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ObjectDeleted(Answer):
+    id: str
+    object: Literal["response", "conversation.deleted"]
+    deleted: bool
+
+
+class ItemList(Answer):
+    """A page of items; each has an id and a type."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def conversation_object(record: ConversationRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "object": "conversation",
+        "created_at": record.created_at,
+        "metadata": record.metadata,
+    }
+
+
+def item_object(item: StoredItem) -> dict[str, Any]:
+    """Return an item as clients read it: with a type and a status, and the text of a message in parts."""
+    shown: dict[str, Any] = orjson.loads(item.body)
+    if shown.setdefault("type", "message") != "message":
+        return shown
+    if isinstance(shown.get("content"), str):
+        text = shown["content"]
+        is_output = shown.get("role") == "assistant"
+        part = {"type": "output_text", "text": text, "annotations": []} if is_output else {"type": "input_text"}
+        shown["content"] = [part | {"text": text}]
+    return {"status": "completed", **shown}

@@ -1,32 +1,460 @@
-"""Read a task from the body of OpenAI's /v1/responses."""
+"""Read a task from the body of OpenAI's /v1/responses: its items become the messages that chat templates read."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jaxserve.api.errors.families import RESPONSES_PREFIX
-from jaxserve.api.protocol.common import SamplingFields
-from jaxserve.api.responses.input_items import ItemReader
-from jaxserve.api.responses.protocol import SHOWS_LOGPROBS, SHOWS_SEALED, InputItem, ResponsesRequest
-from jaxserve.api.responses.tools import ResponseTools, response_tools, shown_choice, shown_tools
-from jaxserve.api.shared.body_cost import LARGE_BYTES
-from jaxserve.api.shared.state import ServerState
-from jaxserve.api.tasks.chat import thinking
-from jaxserve.api.tasks.constraints import Constraint, constraint
-from jaxserve.api.tasks.fields import prefix_namespace
-from jaxserve.api.tasks.message_order import Message, without_header
-from jaxserve.api.tasks.sampling import sampling_params
-from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, RequestOptions
+from jaxserve.api.body_cost import LARGE_BYTES
+from jaxserve.api.fields import SamplingFields
+from jaxserve.api.generate.task import (
+    ChatMessages,
+    ChatPrompt,
+    Constraint,
+    RequestOptions,
+    constraint,
+    prefix_namespace,
+    sampling_params,
+    thinking,
+)
+from jaxserve.api.generate.tools import (
+    NO_IMAGE,
+    Message,
+    Mode,
+    ToolUse,
+    as_one,
+    ordered,
+    shown_custom,
+    shown_function,
+    without_header,
+)
+from jaxserve.api.http.errors import RESPONSES_PREFIX
+from jaxserve.api.limits import MAX_TOOLS
+from jaxserve.api.responses.protocol import (
+    SHOWS_LOGPROBS,
+    SHOWS_SEALED,
+    InputItem,
+    ItemPart,
+    ResponsesRequest,
+    ResponseTool,
+    ResponseToolChoice,
+    ToolInputFormat,
+)
+from jaxserve.api.state import ServerState
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
+from jaxserve.grammar.tools import GrammarTool
 from jaxserve.grammar.translate import schema_spec
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
+
+_SKIPPED = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "computer_call",
+        "computer_call_output",
+        "code_interpreter_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "tool_search_call",
+        "tool_search_output",
+        "program",
+        "program_output",
+        "additional_tools",
+        "configuration_update",
+    }
+)
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = {"function_call_output": "function call", "custom_tool_call_output": "custom tool call"}
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "item_reference": ("id",),
+}
+_REFUSED = {"compaction": "a compacted conversation can only be read by the server that made it"}
+_TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"})
+
+
+@dataclass(frozen=True)
+class ItemReader:
+    """Reads items.
+
+    system_in_middle: the chat template takes system messages after the first one
+    unsealed: decrypts `encrypted_content`; returns "" if this server did not encrypt it
+    note: called with the name of a kind of item or part that is dropped
+    """
+
+    system_in_middle: bool
+    unsealed: Callable[[str], str]
+    note: Callable[[str], None]
+
+    def turns(self, items: Sequence[InputItem], param: str, num_kept: int = 0) -> list[list[Message]]:
+        """Return the messages of each turn, which begins with a user's message. Raises a RequestError that names the
+        item.
+
+        The first turn has all that stands before the first user's message.
+        num_kept: number of items at the start that are not in the field `param`
+        """
+        turns: list[list[Message]] = [[]]
+        checked = self._checked(items, param, num_kept)
+        for answered, group in itertools.groupby(checked, key=_is_of_assistant):
+            messages = [message for item in group for message in self._message(item)]
+            if answered:
+                turns[-1] += [as_one(messages)] if messages else []
+                continue
+            for message in messages:
+                if message["role"] == "user" and (len(turns) == 1 or turns[-1][-1]["role"] != "user"):
+                    turns.append([])
+                turns[-1].append(message)
+        return turns
+
+    def check(self, items: Sequence[InputItem], param: str) -> None:
+        """Check items that are kept for later. The call of an output may be elsewhere. Raises a RequestError."""
+        for entry in self._checked(items, param, 0, has_calls=False):
+            for _ in self._message(entry):
+                pass
+
+    def messages(self, system: str, turns: Sequence[Sequence[Message]]) -> list[Message]:
+        """Return the messages of these turns after the system prompt, as templates read them."""
+        flat = list(itertools.chain.from_iterable(turns))
+        leading = list(itertools.takewhile(lambda message: message["role"] == "system", flat))
+        system = "\n".join(filter(None, [system, *(message["content"] for message in leading)]))
+        found = [*([{"role": "system", "content": system}] if system else []), *flat[len(leading) :]]
+        found = ordered(found, system_in_middle=self.system_in_middle)
+        if all(message["role"] == "system" for message in found):
+            found.append({"role": "user", "content": ""})  # many templates need a user's message
+        return found
+
+    def text(self, content: str | Sequence[ItemPart] | None, param: str) -> str:
+        """Return the text of a message's content or of a call's output; an image becomes a line of text."""
+        if isinstance(content, str) or content is None:
+            return content or ""
+        return "\n".join(self._part(part, f"{param}.{place}") for place, part in enumerate(content))
+
+    def _part(self, part: ItemPart, param: str) -> str:
+        if part.type in _TEXTS:
+            text = part.refusal if part.text is None else part.text
+            if text is None:
+                raise _missing(f"{param}.text")
+            return text
+        if part.type in ("input_image", "computer_screenshot"):
+            self.note(part.type)
+            return NO_IMAGE
+        if part.type in ("input_file", "input_audio"):
+            message = f"{param}: a part of type {part.type!r} cannot be given to this model, it takes text only."
+            raise UnsupportedParameterError(message, param=param)
+        raise InvalidValueError(f"{param}.type: {part.type!r} is no type of part.", param=f"{param}.type")
+
+    def _checked(
+        self, items: Sequence[InputItem], param: str, num_kept: int, *, has_calls: bool = True
+    ) -> Iterator[tuple[str, str, InputItem]]:
+        """Yield (type, field, item) of the items that are read. has_calls: the call of each output is among them"""
+        calls: set[str | None] = set()
+        for number, item in enumerate(items, -num_kept):
+            kind, where = item.type or "message", f"{param}.{number}" if number >= 0 else param
+            for name in _NEEDED.get(kind, ()):
+                if getattr(item, name) is None and (name, item.role) != ("content", "assistant"):
+                    raise _missing(f"{where}.{name}")
+            if kind in _CALLS:
+                calls.add(item.call_id)
+            elif kind in _OUTPUTS and has_calls and item.call_id not in calls:
+                message = f"No tool call found for {_OUTPUTS[kind]} output with call_id {item.call_id}."
+                raise InvalidValueError(message, param=param)
+            elif kind in _SKIPPED:
+                self.note(kind)
+                continue
+            elif kind in _REFUSED:
+                raise UnsupportedParameterError(f"{where}: {_REFUSED[kind]}.", param=where)
+            elif kind not in _NEEDED and kind != "reasoning":
+                raise InvalidValueError(f"{where}.type: {kind!r} is no type of item.", param=f"{where}.type")
+            yield kind, where, item
+
+    def _message(self, entry: tuple[str, str, InputItem]) -> Iterator[Message]:
+        kind, where, item = entry
+        if kind == "message":
+            role = "system" if item.role == "developer" else item.role
+            text = self.text(item.content, f"{where}.content")
+            yield {"role": role, "content": without_header(text) if role == "system" else text}
+        elif kind == "reasoning":
+            text = self._reasoning(item, where)
+            if text:
+                yield {"role": "assistant", "content": "", "reasoning_content": text}
+        elif kind in _CALLS:
+            yield {"role": "assistant", "content": "", "tool_calls": [_call(item)]}
+        elif kind in _OUTPUTS:
+            output = self.text(item.output, f"{where}.output")
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": output}
+        else:
+            raise InvalidValueError(f"{where}: there is no item with id {item.id!r}.", param=where)
+
+    def _reasoning(self, item: InputItem, where: str) -> str:
+        """Return the reasoning's text. What was sealed by another server is skipped: clients change servers."""
+        if item.content:
+            return self.text(item.content, f"{where}.content")
+        opened = self.unsealed(item.encrypted_content) if item.encrypted_content else ""
+        return opened or self.text(item.summary, f"{where}.summary")
+
+
+def _is_of_assistant(entry: tuple[str, str, InputItem]) -> bool:
+    kind, _, item = entry
+    return kind == "reasoning" or kind in _CALLS or item.role == "assistant"
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name under which the model knows a tool, which may be in a namespace."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _call(item: InputItem) -> dict[str, Any]:
+    arguments = item.arguments or "{}"
+    if item.type == "custom_tool_call":
+        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+    name = flat_name(item.namespace, item.name or "")
+    return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _missing(param: str) -> InvalidValueError:
+    return InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+
+
+OWN_TOOLS = ("function", "custom")
+MAX_SHOWN_CHARS = 256
+
+
+@dataclass(frozen=True)
+class OwnTool:
+    """A tool of the client. name: as the client knows it. namespace: "" if it is in none"""
+
+    tool: ResponseTool
+    name: str
+    namespace: str = ""
+
+    @property
+    def known_as(self) -> str:
+        """The name under which the model knows the tool."""
+        return flat_name(self.namespace, self.name)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The tool as chat templates expect it: as a function."""
+        if self.tool.type == "custom":
+            return shown_custom(self.known_as, self.tool.description)
+        return shown_function(self.known_as, self.tool.description, self.tool.parameters)
+
+    @property
+    def for_grammar(self) -> GrammarTool:
+        """The tool as its calls are constrained."""
+        if self.tool.type == "function":
+            return GrammarTool(self.known_as, self.tool.parameters, strict=bool(self.tool.strict))
+        form = self.tool.format
+        syntax, text = (form.syntax, form.definition) if isinstance(form, ToolInputFormat) else (None, None)
+        return GrammarTool(
+            self.known_as,
+            custom=True,
+            regex=text if syntax == "regex" else None,
+            lark=text if syntax == "lark" else None,
+        )
+
+
+@dataclass(frozen=True)
+class ResponseTools:
+    """The tools of a body. by_name: those of the client, by the name that the model knows"""
+
+    use: ToolUse = field(default_factory=ToolUse)
+    by_name: Mapping[str, OwnTool] = field(default_factory=dict)
+
+    def call_names(self, known_as: str) -> dict[str, str]:
+        """Return the name of a called tool, and its namespace if it is in one."""
+        tool = self.by_name.get(known_as)
+        if tool is None or not tool.namespace:
+            return {"name": known_as}
+        return {"name": tool.name, "namespace": tool.namespace}
+
+
+def response_tools(body: ResponsesRequest, note: Callable[[str], None]) -> ResponseTools:
+    """Read tools, tool_choice and parallel_tool_calls. Raises a RequestError that names the field.
+
+    note: called with the type of each tool that is dropped, because this server does not run it
+    """
+    by_name: dict[str, OwnTool] = {}
+    for param, named in _named_tools(body.tools or [], "tools", note):
+        if by_name.setdefault(named.known_as, named) != named:
+            raise InvalidValueError(f"{param}: another tool is called {named.known_as!r}.", param=param)
+    if len(by_name) > MAX_TOOLS:
+        raise InvalidValueError(f"tools: there are more than {MAX_TOOLS}, those in namespaces counted.", param="tools")
+    mode, allowed = _resolved_tools(body, by_name, note)
+    shown = tuple(tool.shown for tool in by_name.values())
+    if mode == "none":
+        return ResponseTools(ToolUse(shown=shown), by_name)
+    is_named = isinstance(body.tool_choice, ResponseToolChoice) and body.tool_choice.type in OWN_TOOLS
+    parallel = body.parallel_tool_calls is not False and not is_named
+    return ResponseTools(ToolUse(tuple(tool.for_grammar for tool in allowed), mode, parallel, shown), by_name)
+
+
+def _named_tools(
+    tools: list[ResponseTool], param: str, note: Callable[[str], None], namespace: str = ""
+) -> Iterator[tuple[str, OwnTool]]:
+    """Yield (field, tool) of the client's tools, also of those in namespaces."""
+    for number, tool in enumerate(tools):
+        where = f"{param}.{number}"
+        if tool.type not in (*OWN_TOOLS, "namespace"):
+            note(tool.type)
+            continue
+        if tool.name is None:
+            raise _missing(f"{where}.name")
+        if tool.type != "namespace":
+            _check_format(tool, f"{where}.format")
+            yield where, OwnTool(tool, tool.name, namespace)
+        elif namespace:
+            raise InvalidValueError(f"{where}: a namespace cannot be in a namespace.", param=where)
+        elif tool.tools is None:
+            raise _missing(f"{where}.tools")
+        else:
+            yield from _named_tools(tool.tools, f"{where}.tools", note, tool.name)
+
+
+def _check_format(tool: ResponseTool, param: str) -> None:
+    form = tool.format
+    if tool.type == "function" or form is None:
+        return
+    if not isinstance(form, ToolInputFormat):
+        raise InvalidValueError(f"{param} must be an object of type text or grammar.", param=param)
+    for name in ("syntax", "definition") if form.type == "grammar" else ():
+        if getattr(form, name) is None:
+            raise _missing(f"{param}.{name}")
+
+
+def _resolved_tools(
+    body: ResponsesRequest, by_name: Mapping[str, OwnTool], note: Callable[[str], None]
+) -> tuple[Mode, list[OwnTool]]:
+    """Return (mode, tools that may be called). Raises a RequestError."""
+    choice, every = body.tool_choice, list(by_name.values())
+    if choice is None or choice == "auto":
+        return ("auto" if every else "none"), every
+    if choice == "none":
+        return "none", []
+    if choice == "required":
+        if not every:
+            raise InvalidValueError("tool_choice asks for a call, but there are no tools.", param="tool_choice")
+        return "required", every
+    assert isinstance(choice, ResponseToolChoice)
+    if choice.type == "allowed_tools":
+        return _allowed(choice, every, note)
+    if choice.type not in OWN_TOOLS:
+        message = f"tool_choice: tools of type {choice.type!r} are not run by this server."
+        raise UnsupportedParameterError(message, param="tool_choice.type")
+    if choice.name is None:
+        raise _missing("tool_choice.name")
+    found = _Index(every).find(choice.type, choice.name, choice.namespace, "tool_choice.name")
+    return "required", list(found.values())
+
+
+def _allowed(
+    choice: ResponseToolChoice, every: list[OwnTool], note: Callable[[str], None]
+) -> tuple[Mode, list[OwnTool]]:
+    if choice.tools is None:
+        raise _missing("tool_choice.tools")
+    index, found = _Index(every), dict[str, OwnTool]()
+    for number, entry in enumerate(choice.tools):
+        param, kind, name = f"tool_choice.tools.{number}", entry.get("type"), entry.get("name")
+        space = entry.get("namespace")
+        if not isinstance(kind, str) or not isinstance(space, str | None):
+            raise InvalidValueError(f"{param} must have a type and a name.", param=param)
+        if kind not in (*OWN_TOOLS, "namespace"):
+            note(kind)
+            continue
+        if not isinstance(name, str):
+            raise _missing(f"{param}.name")
+        found |= index.take_namespace(name, param) if kind == "namespace" else index.find(kind, name, space, param)
+    if not found:
+        message = "tool_choice.tools names no tool that could be called."
+        raise InvalidValueError(message, param="tool_choice.tools")
+    return choice.mode or "auto", list(found.values())
+
+
+class _Index:
+    """Finds tools by their own name and namespace, by the name that the model knows, or by their own name alone."""
+
+    def __init__(self, every: list[OwnTool]) -> None:
+        self._tools: dict[tuple[str, str, str], OwnTool] = {}
+        self._spaces: dict[str, dict[str, OwnTool]] = {}
+        for tool in every:
+            self._tools[tool.tool.type, tool.namespace, tool.name] = tool
+            self._spaces.setdefault(tool.namespace, {})[tool.known_as] = tool
+        for tool in every:
+            for name in (tool.known_as, tool.name):
+                self._tools.setdefault((tool.tool.type, "", name), tool)
+
+    def find(self, kind: str, name: str, namespace: str | None, param: str) -> dict[str, OwnTool]:
+        """Return the tool by the name that the model knows. Raises InvalidValueError if there is none."""
+        tool = self._tools.get((kind, namespace or "", name))
+        if tool is None:
+            raise InvalidValueError(f"{param}: there is no {kind} tool {name!r}.", param=param)
+        return {tool.known_as: tool}
+
+    def take_namespace(self, name: str, param: str) -> dict[str, OwnTool]:
+        """Return the tools of a namespace by the names that the model knows; nothing if it is asked for again.
+
+        Raises InvalidValueError if there is no such namespace.
+        """
+        found = self._spaces.get(name)
+        if found is None:
+            raise InvalidValueError(f"{param}: there is no namespace {name!r}.", param=param)
+        self._spaces[name] = {}
+        return found
+
+
+def shown_tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
+    """Return tools as the answer repeats them. A function has all its keys, which some clients need."""
+    return [_shown_tool(tool) for tool in tools]
+
+
+def _shown_tool(tool: ResponseTool) -> dict[str, Any]:
+    if tool.type not in (*OWN_TOOLS, "namespace"):
+        return {"type": tool.type} | _short(tool.model_extra or {})
+    given = {name: getattr(tool, name) for name in tool.model_fields_set}
+    if isinstance(tool.format, ToolInputFormat):
+        given["format"] = tool.format.model_dump(include=set(ToolInputFormat.model_fields), exclude_unset=True)
+    if tool.tools is not None:
+        given["tools"] = shown_tools(tool.tools)
+    defaults = {"name": None, "description": None, "parameters": None, "strict": False}
+    return defaults | given if tool.type == "function" else given
+
+
+def shown_choice(choice: str | ResponseToolChoice | None) -> str | dict[str, Any]:
+    """Return a tool choice as the answer repeats it."""
+    if choice is None or isinstance(choice, str):
+        return choice or "auto"
+    given = choice.model_dump(include={"type", "name", "namespace", "mode"}, exclude_unset=True)
+    return given if choice.tools is None else given | {"tools": [_short(entry) for entry in choice.tools]}
+
+
+def _short(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those fields that are numbers, truth values and short texts: the answer repeats them in three events."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, bool | int) or (isinstance(value, str) and len(value) <= MAX_SHOWN_CHARS)
+    }
+
 
 _SAMPLING = frozenset(SamplingFields.model_fields) & frozenset(ResponsesRequest.model_fields)
 

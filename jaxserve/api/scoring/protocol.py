@@ -1,16 +1,16 @@
-"""The bodies and answers of /v1/rerank, /score and /v1/classify."""
+"""The bodies and the answers of the scoring routes: /v1/rerank, /score, /v1/classify and OpenAI's /v1/decisions."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.answers import Answer, EmbeddingUsage
-from jaxserve.api.protocol.common import Body, NestedObject
-from jaxserve.api.protocol.completions import Prompt
-from jaxserve.api.protocol.known_fields import EVERYWHERE, SCORING
+from jaxserve.api import limits
+from jaxserve.api.answers import Answer, EmbeddingUsage
+from jaxserve.api.fields import Body, NestedObject
+from jaxserve.api.known_fields import EVERYWHERE, SCORING
+from jaxserve.api.openai.protocol import Prompt
 
 Texts = Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
 KeptTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
@@ -117,3 +117,104 @@ class Classified(Answer):
     model: str
     data: list[ClassAnswer]
     usage: EmbeddingUsage
+
+
+MAX_QUESTIONS = 400
+MAX_OPTIONS = 255
+MAX_LEVELS_OF_JSON = 32
+MAX_VALUES_OF_JSON = 10_000
+MAX_BYTES_OF_JSON = 256 * 1024
+
+
+class DecisionPart(NestedObject):
+    """A part of a message, an output or a question; `type` decides which field is read."""
+
+    type: Literal["input_text", "input_image", "input_json", "output_text", "refusal"]
+    text: str | None = Field(None, description="Of input_text and output_text.")
+    refusal: str | None = Field(None, description="Of refusal.")
+    data: dict[str, Any] | list[dict[str, Any]] | None = Field(
+        None, description="Of input_json: at most 32 levels, 10,000 values and 256 KiB."
+    )
+    image_url: str | None = Field(None, description="Refused: the model reads text.")
+    detail: str | None = Field(None, description="Ignored.")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Ignored: prefixes are always cached.")
+
+
+DecisionParts = Annotated[list[DecisionPart], Field(max_length=limits.MAX_MESSAGES)]
+
+
+class DecisionItem(NestedObject):
+    """A message, a call, or the output of a call; `type` decides which fields are read."""
+
+    type: Literal["message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"] = (
+        Field("message", description="Default message.")
+    )
+    role: Literal["user", "developer", "system", "assistant"] | None = Field(None, description="Of a message.")
+    content: str | DecisionParts | None = Field(None, description="Of a message.")
+    call_id: str | None = Field(None, description="Of a call and of its output.")
+    name: str | None = Field(None, description="Of a call.")
+    arguments: str | None = Field(None, description="Of function_call.")
+    input: str | None = Field(None, description="Of custom_tool_call.")
+    output: str | DecisionParts | None = Field(None, description="Of the output of a call.")
+    id: str | None = Field(None, description="Ignored.")
+    namespace: str | None = Field(None, description="Of a call.")
+    status: str | None = Field(None, description="Ignored.")
+    phase: str | None = Field(None, description="Ignored.")
+
+
+class DecisionChoice(NestedObject):
+    value: str | bool
+    description: str | None = None
+
+
+class DecisionLevel(NestedObject):
+    label: str
+    description: str | None = None
+
+
+class DecisionQuestion(NestedObject):
+    """A question about the input; `type` decides which fields are read."""
+
+    type: Literal["predicate", "choice", "score"]
+    instructions: str | DecisionParts
+    name: str | None = Field(None, description="Returned with the answer.")
+    choices: Annotated[list[DecisionChoice], Field(min_length=2, max_length=MAX_OPTIONS)] | None = Field(
+        None, description="Of choice: unique values."
+    )
+    levels: Annotated[list[DecisionLevel], Field(min_length=2, max_length=MAX_OPTIONS)] | None = Field(
+        None, description="Of score: unique labels in order."
+    )
+
+
+class PromptCacheOptions(NestedObject):
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+class DecisionRequest(Body):
+    model: str
+    input: str | Annotated[list[DecisionItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)] = Field(
+        description="A text, or messages, calls and their outputs."
+    )
+    questions: Annotated[list[DecisionQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Only requests with the same value share cached prefixes."
+    )
+    prompt_cache_options: PromptCacheOptions | None = Field(None, description="Ignored: prefixes are always cached.")
+    safety_identifier: str | None = Field(None, description="Ignored.")
+
+
+class DecisionUsage(Answer):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class Decided(Answer):
+    """One answer per question, in order, with its probabilities."""
+
+    answers: list[dict[str, Any]]
+    model: str
+    usage: DecisionUsage

@@ -1,23 +1,43 @@
-"""POST /v1/rerank in Cohere's and Jina's form, and POST /score in vLLM's."""
+"""POST /v1/rerank in Cohere's and Jina's form, /score and /v1/classify in vLLM's, and OpenAI's /v1/decisions."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.docs.openapi import documented
+from jaxserve.api.generate.generation import Generation, PromptTask, Usage, embeddings, half_of_rows
+from jaxserve.api.generate.planner import TextCut, whole_text
+from jaxserve.api.generate.task import RequestOptions, as_prompts, new_id, prefix_namespace
+from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import until_disconnect
-from jaxserve.api.respond.wire import json_response
-from jaxserve.api.scoring.pair_scores import PairScorer, check_scores_pairs
-from jaxserve.api.scoring.protocol import Reranked, RerankRequest, Scored, ScoreRequest, ScoringFields
-from jaxserve.api.scoring.task import rerank_task, score_task, scoring_options
-from jaxserve.api.shared.keys import caller_of
-from jaxserve.api.shared.state import server_state
+from jaxserve.api.keys import caller_of
+from jaxserve.api.openapi import documented
+from jaxserve.api.scoring.answer import Decider, PairScorer, check_scores_pairs
+from jaxserve.api.scoring.protocol import (
+    Classified,
+    ClassifyRequest,
+    Decided,
+    DecisionQuestion,
+    DecisionRequest,
+    Reranked,
+    RerankRequest,
+    Scored,
+    ScoreRequest,
+    ScoringFields,
+)
+from jaxserve.api.scoring.task import check_keep, decision_task, rerank_task, score_task, scoring_options
+from jaxserve.api.state import server_state
+from jaxserve.errors import InvalidValueError
+from jaxserve.types.messages import EngineInfo
+from jaxserve.types.sampling import EMBED
 
 router = APIRouter()
 
@@ -79,3 +99,94 @@ def listed(request_id: str, model: str, data: list[dict[str, Any]], tokens: int)
 
 def usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+@router.post("/v1/classify", **documented(Classified, body=ClassifyRequest))
+@router.post("/classify", include_in_schema=False)
+async def classify(request: Request) -> Response:
+    """Return the most likely label of each text, and the probability of every label.
+
+    Raises InvalidValueError if the model has no labels.
+    """
+    state = server_state(request)
+    body = await read_body(request, ClassifyRequest)
+    model, info = state.check_model(body.model), state.engine.info
+    if not info.labels:
+        raise InvalidValueError(f"The model {model!r} does not support classification: it has no head.", param="model")
+    check_keep(body.truncate_prompt_tokens)
+    how = TextCut(body.truncate_prompt_tokens)
+    tokens = [await whole_text(each, how, state) for each in as_prompts(body.input, "input")]
+    options = scoring_options(body, "classify")
+    tasks = [PromptTask(each, EMBED) for each in tokens]
+    generation = Generation(state, options, tasks, caller_of(request), at_once=half_of_rows(info))
+    found = await until_disconnect(request, embeddings(generation))
+    rows = await state.encoder.run(lambda: _rows(found, body, info), len(found) * len(found[0]))
+    return json_response(listed(options.request_id, model, rows, generation.usage.prompt_tokens))
+
+
+def _rows(found: Sequence[bytes], body: ClassifyRequest, info: EngineInfo) -> list[dict[str, Any]]:
+    """Return the results, the probabilities as JSON. found: the float32 numbers of the labels, for each text"""
+    numbers = np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1).astype(np.float64)
+    if body.use_activation is not False and not info.regression:
+        numbers = activated(numbers, info)
+    best, count = numbers.argmax(axis=1).tolist(), len(info.labels)
+    written = (orjson.Fragment(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)) for row in numbers)
+    return [
+        {"index": index, "label": info.labels[label], "probs": probs, "num_classes": count}
+        for index, (label, probs) in enumerate(zip(best, written, strict=True))
+    ]
+
+
+def activated(numbers: np.ndarray, info: EngineInfo) -> np.ndarray:
+    """Return probabilities [texts, labels]: a sigmoid for one label or independent ones, else a softmax."""
+    if info.multi_label or len(info.labels) == 1:
+        return 1 / (1 + np.exp(-np.clip(numbers, -500, 500)))
+    shifted = np.exp(numbers - numbers.max(axis=1, keepdims=True))
+    return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+@router.post("/v1/decisions", **documented(Decided, body=DecisionRequest))
+async def create_decision(request: Request) -> Response:
+    """Answer questions about an input by probabilities."""
+    state = server_state(request)
+    body = await read_body(request, DecisionRequest)
+    model = state.check_generates(body.model)
+    task = await state.encoder.run(lambda: decision_task(body), body.size)
+    salt = prefix_namespace(None, body.prompt_cache_key)
+    options = RequestOptions(request_id=new_id("decision"), cache_salt=salt)
+    work = Decider(state, caller_of(request), options).probabilities(task)
+    found, generation = await until_disconnect(request, work)
+    answers = [answer(each, values) for each, values in zip(body.questions, found, strict=True)]
+    return json_response({"answers": answers, "model": model, "usage": _usage(generation.usage)})
+
+
+def answer(question: DecisionQuestion, probabilities: Sequence[float]) -> dict[str, Any]:
+    """Build the answer to a question. probabilities: of its options, in order"""
+    head = {"type": question.type, "name": question.name}
+    highest = max(probabilities)
+    match question.type:
+        case "predicate":
+            return head | {"probability": probabilities[0]}
+        case "choice":
+            values = [each.value for each in question.choices or ()]
+            rows = [{"value": v, "probability": p} for v, p in zip(values, probabilities, strict=True)]
+            best = values[probabilities.index(highest)]
+            return head | {"choice": best, "confidence": highest, "probabilities": rows}
+        case "score":
+            labels = [each.label for each in question.levels or ()]
+            rows = [
+                {"label": label, "value": place, "probability": p}
+                for place, (label, p) in enumerate(zip(labels, probabilities, strict=True))
+            ]
+            expected = sum(place * p for place, p in enumerate(probabilities))
+            return head | {"score": expected, "confidence": highest, "probabilities": rows}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

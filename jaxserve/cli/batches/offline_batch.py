@@ -16,12 +16,11 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.api.app import BATCH_ENDPOINTS, create_app
-from jaxserve.api.batch.batch_request import engine_ready
 from jaxserve.api.batch.job import BatchSettings
-from jaxserve.api.batch.route_handler import route_handlers
+from jaxserve.api.batch.request import engine_ready, route_handlers
 from jaxserve.api.batch.runner import BatchRunner
-from jaxserve.api.shared.body_cost import max_line_bytes
-from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.body_cost import max_line_bytes
+from jaxserve.api.state import EngineProtocol
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.store import BATCH_LINE, BatchRecord, NewBatch, Store, Validation, Validator, normalize_url

@@ -21,8 +21,8 @@ import uvloop
 from fastapi import FastAPI
 
 from jaxserve.api.app import check_chat_template, create_app, warm_up
-from jaxserve.api.shared.process_group import ProcessGroup
-from jaxserve.api.shared.state import ServerState
+from jaxserve.api.process_group import ProcessGroup
+from jaxserve.api.state import ServerState
 from jaxserve.cli.serving.heap import keep_heap_small
 from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.client.relay import RelayLink, WorkerEngine

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
+from jaxserve.api.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
 from jaxserve.cli.serving.worker import WorkerStart
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.relay import Relay, Relays

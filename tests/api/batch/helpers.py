@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-from jaxserve.api.batch.batch_request import Answered
 from jaxserve.api.batch.job import BatchSettings
+from jaxserve.api.batch.request import Answered
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.store import BatchRecord, Disk, NewBatch, Store
 

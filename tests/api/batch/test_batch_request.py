@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.batch import batch_request
-from jaxserve.api.batch.batch_request import Answered, RequestRunner, engine_ready, read_usage, unexecuted_line
+from jaxserve.api.batch import request
 from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.api.batch.job import NOT_RUN
+from jaxserve.api.batch.request import Answered, RequestRunner, engine_ready, read_usage, unexecuted_line
 from jaxserve.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -42,8 +42,8 @@ OK = Answered(200, b'{"x":1}')
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_request, "MAX_WAIT", 0.001)
-    monkeypatch.setattr(batch_request, "READY_POLL", 0.001)
+    monkeypatch.setattr(request, "MAX_WAIT", 0.001)
+    monkeypatch.setattr(request, "READY_POLL", 0.001)
 
 
 def test_success() -> None:

@@ -3,8 +3,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from jaxserve.api.batch.committer import Committer
-from jaxserve.api.batch.pause import StoragePause
+from jaxserve.api.batch.job import Committer, StoragePause
 from jaxserve.errors import StorageError
 from jaxserve.store import LineResult
 from tests.waiting import LAST_RESORT

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from jaxserve.api.batch import pause as module
-from jaxserve.api.batch.pause import MAX_FACTOR, StoragePause
+from jaxserve.api.batch import job as module
+from jaxserve.api.batch.job import MAX_FACTOR, StoragePause
 from jaxserve.errors import DiskFullError, StorageError
 
 FULL = DiskFullError("The server's disk is full.")

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from jaxserve.api.batch.request_window import RequestWindow, spare_slots
+from jaxserve.api.batch.job import RequestWindow, spare_slots
 from tests.waiting import LAST_RESORT
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.batch.batch_request import Answered
+from jaxserve.api.batch.request import Answered
 from jaxserve.errors import EngineDeadError, QueueFullError
 from jaxserve.store import BatchRecord, BatchStatus, TokenCounts
 from tests.api.batch.helpers import (

@@ -8,9 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.api.batch.request_window import RequestWindow
-from jaxserve.api.response_state.background import BackgroundRunner
-from jaxserve.api.response_state.locks import ConversationLocks
+from jaxserve.api.batch.job import RequestWindow
+from jaxserve.api.responses.background import BackgroundRunner, ConversationLocks
 from jaxserve.errors import DiskFullError, ServerError, StoreDamagedError
 from jaxserve.store.responses import QueuedResponse
 from tests.api.conftest import LiveServer

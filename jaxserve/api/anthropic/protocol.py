@@ -1,0 +1,140 @@
+"""The bodies of Anthropic's POST /v1/messages and /v1/messages/count_tokens.
+
+Agents add fields with every release, so a field or block of a feature that this server lacks is ignored and logged
+once. If the request requires the feature, it gets an error that names the field (api/anthropic/task.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.api import limits
+from jaxserve.api.fields import Body, NestedObject
+from jaxserve.api.known_fields import EVERYWHERE, MESSAGES, MESSAGES_OUTPUT, MESSAGES_THINKING
+
+MAX_CONTENT_BLOCKS = 4096
+
+ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class Source(NestedObject):
+    """Where an image or a document comes from."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    content: Any = None
+
+
+class Block(NestedObject):
+    """A part of a message; `type` decides which fields are read."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)] | None = None
+    is_error: bool | None = None
+    source: Source | str | None = None
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: blocks carry marks such as cache_control and citations, which have no effect."""
+        return {}
+
+
+Blocks = Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)]
+
+
+class InputMessage(NestedObject):
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class MessageTool(NestedObject):
+    """A tool of the client. Tools that Anthropic hosts have another `type`; they are not offered."""
+
+    name: ToolName | None = Field(None, description="Required of a tool of the client.")
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = Field(
+        None, description="Default false: what cannot be enforced of the schema is left out, instead of refused."
+    )
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: hosted tools have fields of their own."""
+        return {}
+
+
+class MessageToolChoice(NestedObject):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(NestedObject):
+    known = MESSAGES_THINKING
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: limits.TokenCount | None = Field(None, description="Reasoning is ended after this many tokens.")
+    display: str | None = Field(None, description="omitted: the thinking blocks have no text.")
+
+
+class OutputFormat(NestedObject):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(NestedObject):
+    known = MESSAGES_OUTPUT
+
+    effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort.")
+    format: OutputFormat | None = Field(None, description="The answer must match the schema.")
+
+
+class NewThread(NestedObject):
+    """Keep the conversation, so that the next request can continue it."""
+
+    type: Literal["create"]
+    previous_message_id: None = Field(None, description="Not with this type.")
+
+
+class EarlierThread(NestedObject):
+    """The conversation up to the reply of that id comes before the messages."""
+
+    type: Literal["continue"]
+    previous_message_id: str = Field(description="Id of the latest reply.")
+
+
+class CountTokensRequest(Body):
+    known = EVERYWHERE | MESSAGES
+
+    model: str
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    system: str | Blocks | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="The older name of output_config.format.")
+    thread: Annotated[NewThread | EarlierThread, Field(discriminator="type")] | None = Field(
+        None, description="Keep the conversation on the server, or continue it with the new messages only."
+    )
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: limits.TokenCount = Field(description="Limited to the rest of the context.")
+    stop_sequences: limits.Stops | None = None
+    stream: bool | None = None
+    temperature: limits.Temperature | None = None
+    top_p: limits.TopP | None = None
+    top_k: limits.TopK | None = None

@@ -1,0 +1,318 @@
+"""Read a task from the body of Anthropic's /v1/messages.
+
+Anthropic's messages are lists of blocks; they become the messages that chat templates read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.api.anthropic.protocol import (
+    Block,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    MessageTool,
+    Source,
+)
+from jaxserve.api.generate.task import (
+    ChatMessages,
+    ChatPrompt,
+    Constraint,
+    RequestOptions,
+    mark,
+    native_params,
+    thinking,
+)
+from jaxserve.api.generate.tools import NO_IMAGE, Message, Mode, ToolUse, ordered, shown_function, without_header
+from jaxserve.api.limits import MAX_STOP_CHARS
+from jaxserve.api.sglang.protocol import NativeSampling
+from jaxserve.api.state import ServerState
+from jaxserve.config_types import reveal
+from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
+from jaxserve.grammar.tools import GrammarTool
+from jaxserve.grammar.translate import schema_spec
+
+_SKIPPED = frozenset(
+    {
+        "redacted_thinking",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "container_upload",
+        "tool_search_tool_result",
+        "tool_reference",
+    }
+)
+
+
+def system_text(system: str | Sequence[Block] | None) -> str:
+    """Return the system prompt without the header that differs in every conversation."""
+    if system is None:
+        return ""
+    texts = [system] if isinstance(system, str) else [block.text or "" for block in system if block.type == "text"]
+    return "\n".join(text for text in map(without_header, texts) if text)
+
+
+def check_blocks(
+    system: str | Sequence[Block] | None, messages: Sequence[InputMessage], note: Callable[[str], None]
+) -> None:
+    """Check what the types cannot express. Raises a RequestError that names the block.
+
+    note: called with the name of a kind of block that is dropped
+    """
+    for block in system if isinstance(system, list) else ():
+        if block.type != "text":
+            note(f"system.{block.type}")
+    for number, message in enumerate(messages):
+        if isinstance(message.content, str):
+            continue
+        for place, block in enumerate(message.content):
+            param = f"messages.{number}.content.{place}"
+            _check(block, param, note)
+            if block.type == ("tool_use" if message.role == "user" else "tool_result"):
+                raise InvalidValueError(f"{param}: a {message.role}'s message has no {block.type}.", param=param)
+
+
+def _check(block: Block, param: str, note: Callable[[str], None]) -> None:
+    needed = {"text": "text", "tool_use": "name", "tool_result": "tool_use_id", "thinking": "thinking"}.get(block.type)
+    if needed is not None and getattr(block, needed) is None:
+        raise InvalidValueError(f"{param}.{needed} is missing.", param=param, code="missing_required_parameter")
+    if block.type == "document":
+        _check_document(block, param)
+    elif block.type == "image" or block.type in _SKIPPED:
+        note(block.type)
+    elif needed is None and block.type != "search_result":
+        raise InvalidValueError(f"{param}.type: {block.type!r} is no type of block.", param=f"{param}.type")
+    for place, inner in enumerate(block.content if isinstance(block.content, list) else ()):
+        _check(inner, f"{param}.content.{place}", note)
+
+
+def _check_document(block: Block, param: str) -> None:
+    kind = block.source.type if isinstance(block.source, Source) else "missing"
+    if kind not in ("text", "content"):
+        message = f"{param}: a document with a source of type {kind!r} cannot be read; send its text."
+        raise UnsupportedParameterError(message, param=param)
+
+
+def template_messages(system: str, messages: Sequence[InputMessage], *, system_in_middle: bool) -> list[Message]:
+    """Return the messages as chat templates read them, see `ordered`."""
+    converted = [each for message in messages for each in _converted(message)]
+    if system:
+        converted.insert(0, {"role": "system", "content": system})
+    return ordered(converted, system_in_middle=system_in_middle)
+
+
+def _converted(message: InputMessage) -> Iterator[Message]:
+    blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    if message.role == "assistant":
+        yield _assistant(blocks)
+        return
+    others = [block for block in blocks if block.type != "tool_result"]
+    yield from (_tool_message(block) for block in blocks if block.type == "tool_result")
+    text = _text(others)
+    if text or len(others) == len(blocks):
+        yield {"role": message.role, "content": without_header(text) if message.role == "system" else text}
+
+
+def _assistant(blocks: Sequence[Block]) -> Message:
+    message: Message = {"role": "assistant", "content": _text(blocks)}
+    reasoning = "\n".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _call(block: Block) -> dict[str, Any]:
+    arguments = json.dumps(block.input or {}, ensure_ascii=False, separators=(",", ":"))
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _tool_message(block: Block) -> Message:
+    content = block.content
+    text = content if isinstance(content, str) else _text(content or ())
+    if block.is_error:
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _text(blocks: Sequence[Block]) -> str:
+    return "\n".join(text for text in map(_text_of, blocks) if text)
+
+
+def _text_of(block: Block) -> str:
+    """Return the text of a block that a model which reads only text can be shown; "" for other blocks."""
+    if block.type == "text":
+        return block.text or ""
+    if block.type == "image":
+        return NO_IMAGE
+    if block.type == "tool_result":  # inside another one
+        return block.content if isinstance(block.content, str) else _text(block.content or ())
+    if block.type == "search_result":
+        return "\n".join(filter(None, [block.title, _text(block.content if isinstance(block.content, list) else ())]))
+    if block.type == "document" and isinstance(block.source, Source):
+        inner = block.source.data if block.source.type == "text" else _nested(block.source.content)
+        return "\n".join(filter(None, [block.title, block.context, inner]))
+    return ""
+
+
+def _nested(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "\n".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+
+
+MESSAGES_ROUTE = "/v1/messages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageOptions:
+    """What the answer shows.
+
+    max_tokens: as requested, to tell its end from the context's. hides_thinking: thinking blocks have no text
+    """
+
+    max_tokens: int
+    hides_thinking: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagesTask:
+    """All that a body of /v1/messages asks for."""
+
+    prompt: ChatPrompt
+    request: RequestOptions
+    options: MessageOptions
+
+
+def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
+    """Read and check a body. Raises a RequestError that names the field."""
+    sampling = NativeSampling.model_construct(
+        max_new_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+    )
+    if sum(map(len, body.stop_sequences or ())) > MAX_STOP_CHARS:
+        message = f"stop_sequences has more than {MAX_STOP_CHARS} characters in all."
+        raise InvalidValueError(message, param="stop_sequences")
+    budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.type == "enabled" else None
+    watermark_key = reveal(state.config.server.watermark_key)
+    if budget is not None and state.parsers.think_tags is None:
+        state.unknown_fields.note(MESSAGES_ROUTE, ["thinking.budget_tokens"])
+    tools = _tool_use(body, state)
+    messages = conversation(body, state, tools)
+    prompt = ChatPrompt(
+        messages=messages,
+        continued=_prefill(body),
+        sampling=mark(native_params(sampling, state.engine.info), None, watermark_key, "watermark"),
+        constraint=_constraint(body),
+        tools=tools,
+        thinking_budget=None if state.parsers.think_tags is None else budget,
+    )
+    hides = body.thinking is not None and body.thinking.display == "omitted"
+    options = MessageOptions(max_tokens=body.max_tokens, hides_thinking=hides)
+    return MessagesTask(prompt=prompt, request=RequestOptions(request_id=f"msg_{uuid.uuid4().hex}"), options=options)
+
+
+def count_prompt(body: CountTokensRequest, state: ServerState) -> ChatMessages:
+    """Return the conversation whose tokens are counted. Raises a RequestError that names the field."""
+    return conversation(body, state, _tool_use(body, state))
+
+
+def conversation(body: CountTokensRequest, state: ServerState, tools: ToolUse) -> ChatMessages:
+    """Return the conversation for the chat template. Raises a RequestError that names the block."""
+    check_blocks(body.system, body.messages, lambda kind: state.unknown_fields.note(MESSAGES_ROUTE, [kind]))
+    make = functools.partial(
+        template_messages, system_text(body.system), body.messages, system_in_middle=state.takes_late_system
+    )
+    variables: dict[str, Any] = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        variables |= thinking(body.thinking.type == "enabled")
+    effort = body.output_config.effort if body.output_config is not None else None
+    if effort is not None:
+        variables |= thinking(False) if effort == "none" else {"reasoning_effort": effort}
+    return ChatMessages(
+        make=make,
+        size=body.size,
+        tools=tools.shown,
+        variables=variables,
+        continue_final_message=bool(_prefill(body)),
+    )
+
+
+def _prefill(body: CountTokensRequest) -> str:
+    """Return the text of a final assistant message, which the output continues; "" if there is none."""
+    run = itertools.takewhile(lambda message: message.role == "assistant", reversed(body.messages))
+    found = template_messages("", list(run)[::-1], system_in_middle=True)
+    return found[-1]["content"] if found and "tool_calls" not in found[-1] else ""
+
+
+def _constraint(body: MessagesRequest) -> Constraint | None:
+    config = body.output_config
+    wanted, param = (config.format, "output_config.format") if config and config.format else (None, "output_format")
+    wanted = wanted or body.output_format
+    if wanted is None:
+        return None
+    try:
+        return schema_spec(wanted.schema_, strict=True), param
+    except InvalidSchemaError as error:
+        raise InvalidSchemaError(error.message, param=f"{param}.schema") from None
+
+
+def _tool_use(body: CountTokensRequest, state: ServerState) -> ToolUse:
+    """Read tools and tool_choice. Tools that Anthropic hosts are dropped. Raises a RequestError if one is forced."""
+    choice = body.tool_choice
+    tools = [tool for tool in body.tools or () if tool.type in (None, "custom")]
+    hosted = [tool for tool in body.tools or () if tool.type not in (None, "custom")]
+    state.unknown_fields.note(MESSAGES_ROUTE, [str(tool.type) for tool in hosted])
+    for number, tool in enumerate(body.tools or ()):
+        if tool.name is None and tool.type in (None, "custom"):
+            param = f"tools.{number}.name"
+            raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+    if len({tool.name for tool in tools}) < len(tools):
+        raise InvalidValueError("tools: Tool names must be unique.", param="tools")  # Anthropic's words
+    kind = choice.type if choice is not None else "auto"
+    shown = tuple(shown_function(tool.name, tool.description, tool.input_schema) for tool in tools)
+    if kind == "none" or (kind == "auto" and not tools):
+        return ToolUse(shown=shown)
+    parallel = not (choice is not None and choice.disable_parallel_tool_use)
+    if kind == "tool":
+        allowed = [_named(choice.name if choice is not None else None, tools, hosted)]
+        return ToolUse(tuple(map(_grammar_tool, allowed)), "required", False, shown)
+    if not tools:
+        raise InvalidValueError("tool_choice asks for a call, but there are no tools.", param="tool_choice")
+    mode: Mode = "required" if kind == "any" else "auto"
+    return ToolUse(tuple(map(_grammar_tool, tools)), mode, parallel, shown)
+
+
+def _named(name: str | None, tools: Sequence[MessageTool], hosted: Sequence[MessageTool]) -> MessageTool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    if name is None:
+        code = "missing_required_parameter"
+        raise InvalidValueError("tool_choice.name is missing.", param="tool_choice.name", code=code)
+    if any(tool.name == name for tool in hosted):
+        raise UnsupportedParameterError(
+            f"tool_choice.name: {name!r} is not run by this server.", param="tool_choice.name"
+        )
+    raise InvalidValueError(f"tool_choice.name: there is no tool {name!r}.", param="tool_choice.name")
+
+
+def _grammar_tool(tool: MessageTool) -> GrammarTool:
+    return GrammarTool(tool.name or "", tool.input_schema, strict=bool(tool.strict))

@@ -1,0 +1,150 @@
+"""Threads of Messages: a request that continues one brings the new messages only, and is answered as if it had brought
+the whole conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import orjson
+from pydantic import TypeAdapter
+
+from jaxserve.api.anthropic.protocol import (
+    Blocks,
+    CountTokensRequest,
+    EarlierThread,
+    InputMessage,
+    MessagesRequest,
+    MessageTool,
+)
+from jaxserve.api.anthropic.task import check_blocks, system_text
+from jaxserve.api.body_cost import LARGE_BYTES
+from jaxserve.api.fields import NestedObject
+from jaxserve.api.keys import Caller
+from jaxserve.api.limits import MAX_MESSAGES
+from jaxserve.api.process_group import Elsewhere
+from jaxserve.api.state import ServerState
+from jaxserve.errors import HTTPError, InvalidValueError, ThreadError, ThreadsUnsupportedError
+from jaxserve.store.threads import ThreadHistory, ThreadStore
+
+B = TypeVar("B", bound=CountTokensRequest)
+
+_MESSAGES = TypeAdapter(list[InputMessage])
+
+
+class ThreadHead(NestedObject):
+    """The fields that belong to a thread from its first request on. Later requests leave them out."""
+
+    system: str | Blocks | None = None
+    tools: list[MessageTool] | None = None
+
+
+def thread_store(body: CountTokensRequest, state: ServerState) -> ThreadStore | None:
+    """Return where threads are kept, if the body has one.
+
+    Raises Elsewhere in a worker, because the main process has the store, and ThreadsUnsupportedError without a store.
+    """
+    if body.thread is None:
+        return None
+    if state.group is not None and state.group.is_worker:
+        raise Elsewhere
+    if state.store is None:
+        message = "thread: this server runs without a store and keeps no threads. Send the whole conversation."
+        raise ThreadsUnsupportedError(message, param="thread")
+    return state.store.threads
+
+
+async def read_history(body: CountTokensRequest, state: ServerState, caller: Caller) -> ThreadHistory | None:
+    """Return what comes before the body's messages; None unless it continues a thread. Raises a ThreadError."""
+    store, previous_id = thread_store(body, state), _continued(body)
+    return None if store is None or previous_id is None else await store.history(previous_id, owner=caller.sees)
+
+
+def _continued(body: CountTokensRequest) -> str | None:
+    """Return the id of the reply that the body continues, if it does."""
+    return body.thread.previous_message_id if isinstance(body.thread, EarlierThread) else None
+
+
+async def whole_conversation(body: B, history: ThreadHistory | None, state: ServerState) -> B:
+    """Return the body with its thread's fields and messages. Raises a RequestError that names the body's own field."""
+    if history is None:
+        return body
+    check_blocks(None, body.messages, lambda kind: None)  # the places in an error are the client's
+
+    def work() -> B:
+        head = ThreadHead.model_validate_json(history.head)
+        if differing := _differing(body, head):
+            message = f"thread: differing field(s): {', '.join(differing)}. The thread has them: leave them out."
+            raise ThreadError(message, param="thread", code="thread_fingerprint_mismatch")
+        messages = [each for turn in history.turns for each in _MESSAGES.validate_json(turn)] + body.messages
+        if len(messages) > MAX_MESSAGES:
+            message = f"messages: with its thread the request has more than {MAX_MESSAGES} messages."
+            raise InvalidValueError(message, param="messages")
+        whole = body.model_copy(update={"messages": messages, "system": head.system, "tools": head.tools})
+        whole.note_size(body.size + history.size)
+        return whole
+
+    size = history.size
+    return await state.body_work.run(work, size) if size > LARGE_BYTES else work()
+
+
+def _differing(body: CountTokensRequest, head: ThreadHead) -> list[str]:
+    """List the fields of a body that say other things than its thread. Those that it leaves out do not differ."""
+    system = system_text(body.system)  # Claude Code still sends its header, which changes
+    has_other_system = bool(system) and system != system_text(head.system)
+    has_other_tools = body.tools is not None and _known(body.tools) != _known(head.tools or [])
+    return ["system"] * has_other_system + ["tools"] * has_other_tools
+
+
+def _known(tools: list[MessageTool]) -> list[dict[str, Any]]:
+    """Return tools without marks such as cache_control, which may move."""
+    return [tool.model_dump(include=set(MessageTool.model_fields)) for tool in tools]
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """One request of a thread, to be stored once it is answered.
+
+    body: as the client sent it. release: lets another request continue the same reply
+    """
+
+    state: ServerState
+    store: ThreadStore
+    body: MessagesRequest
+    owner: str
+    release: Callable[[], None]
+
+    @classmethod
+    def of(cls, body: MessagesRequest, state: ServerState, caller: Caller) -> Self | None:
+        """Claim the reply that the body continues; None if it has no thread. Raises ThreadError if it is claimed."""
+        store, previous_id = thread_store(body, state), _continued(body)
+        if store is None:
+            return None
+        release = (lambda: None) if previous_id is None else store.claim(previous_id)
+        return cls(state, store, body, caller.owner, release)
+
+    async def keep(self, reply_id: str, content: list[dict[str, Any]]) -> None:
+        """Store the turn, durably, and release it.
+
+        If the store refuses it, the answer is sent all the same: its client is told that the thread is unknown as soon
+        as it continues it, and sends the whole conversation.
+        """
+
+        def turn() -> bytes:
+            sent = [message.model_dump_json(exclude_unset=True).encode() for message in self.body.messages]
+            return b"[%b]" % b",".join([*sent, orjson.dumps({"role": "assistant", "content": content})])
+
+        size, previous_id = self.body.size, _continued(self.body)
+        try:
+            body = await self.state.body_work.run(turn, size) if size > LARGE_BYTES else turn()
+            if previous_id is not None:
+                await self.store.extend(previous_id, reply_id, body)
+            else:
+                head = self.body.model_dump_json(include=set(ThreadHead.model_fields), exclude_unset=True).encode()
+                await self.store.begin(reply_id, body, head, owner=self.owner)
+        except HTTPError:
+            pass  # the store has logged it
+        finally:
+            self.release()
