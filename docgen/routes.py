@@ -102,7 +102,7 @@ from jaxserve.api.sglang.protocol import (
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
-from jaxserve.front.routes import ModelName
+from jaxserve.front.app import ModelName
 
 _ROUTES = """\
 # Routes

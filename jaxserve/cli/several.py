@@ -26,8 +26,7 @@ from jaxserve.config import DEFAULT_STORE, Config, ModelEntry, StoreSection, own
 from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.app import create_front
-from jaxserve.front.model_plan import Catalog, ModelPlan
-from jaxserve.front.residents import Residents
+from jaxserve.front.residents import Catalog, ModelPlan, Residents
 from jaxserve.transport.socket_directory import SocketDirectory
 from jaxserve.version import __version__
 

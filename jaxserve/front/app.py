@@ -1,25 +1,316 @@
-"""The front's application: a few routes about its models; all others are forwarded to a model's process."""
+"""The application in front of several models: each request is forwarded to the process of the model that it names."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
-from fastapi import FastAPI
+import msgspec
+import orjson
+from fastapi import APIRouter, FastAPI
 from prometheus_client import generate_latest
+from pydantic import Field
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.api import page
-from jaxserve.api.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
-from jaxserve.api.http.errors import install_error_handlers
-from jaxserve.api.http.middleware import Authentication, BodyLimit, RequestContext
+from jaxserve.api.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum, is_large
+from jaxserve.api.fields import Body
+from jaxserve.api.generate.wire import json_response
+from jaxserve.api.http.body import validated
+from jaxserve.api.http.errors import ClientDisconnected, install_error_handlers
+from jaxserve.api.http.forward import PeerEndedError, forward
+from jaxserve.api.http.middleware import (
+    ADMIN_PATHS,
+    GENERATING_PATHS,
+    UPLOAD_PATHS,
+    Authentication,
+    BodyLimit,
+    RequestContext,
+)
+from jaxserve.api.http.sse import BegunAnswer, until_disconnect
+from jaxserve.api.ollama.protocol import API_VERSION
+from jaxserve.api.openai.models import model_list
 from jaxserve.config import Config
-from jaxserve.front import routes
-from jaxserve.front.forward_to_models import ForwardToModels
-from jaxserve.front.residents import Residents
-from jaxserve.telemetry.metrics import Families, FamilyCollector, MetricFamily, Metrics, merge_families, read_families
+from jaxserve.errors import InvalidValueError, ModelEndedError
+from jaxserve.front.residents import Catalog, ModelPlan, Resident, Residents
+from jaxserve.telemetry.metrics import (
+    CONTENT_TYPE,
+    Families,
+    FamilyCollector,
+    MetricFamily,
+    Metrics,
+    merge_families,
+    read_families,
+)
 from jaxserve.telemetry.tracing import NoTracing
+
+
+class _Named(msgspec.Struct):
+    """A body of which only the model is read; what else is in it is skipped, not decoded."""
+
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+_NAME = msgspec.json.Decoder(str | None)
+
+
+async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLimits) -> ModelPlan | None:
+    """Return the model; None if nothing names one. body: empty if there is none, or it is forwarded unread
+
+    Raises InvalidValueError, ModelNotFoundError, and PayloadTooLargeError for a body that is costly to read.
+    """
+    named = None
+    if body:
+        read = (_model_of, body, limits, request.scope["path"])
+        named = await asyncio.to_thread(*read) if is_large(body) else _model_of(*read[1:])
+    in_query = request.query_params.get("model")
+    if named is not None and in_query is not None and catalog.find(named) is not catalog.find(in_query):
+        raise InvalidValueError("model: the body and the query name different models.", param="model")
+    name = in_query if named is None else named
+    return None if name is None else catalog.find(name)
+
+
+def _model_of(body: bytes, limits: BodyLimits, path: str) -> str | None:
+    """Return the body's model; None if it has none. Raises InvalidValueError and PayloadTooLargeError."""
+    limits.check_json(body, path)
+    try:
+        found = _NAMED.decode(body).model
+    except msgspec.ValidationError:
+        raise InvalidValueError("body: should be an object", code="invalid_type") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidValueError(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    try:
+        return None if isinstance(found, msgspec.UnsetType) else _NAME.decode(found)
+    except msgspec.DecodeError:
+        raise InvalidValueError("model: should be a string", param="model", code="invalid_type") from None
+
+
+# an object that one of the models has; its id does not say which
+_OBJECT = re.compile(r"(/v1)?/(files|batches|responses|conversations)/(?!input_tokens$)[^/]+(/.*)?")
+_BELOW = ("/v1/", "/v2/", "/api/")
+_OTHER_PATHS = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/open_session", "/close_session", "/health_generate"),
+        *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/version"),
+        *("/docs", "/redoc", "/openapi.json"),
+    }
+)
+_PATHS = GENERATING_PATHS | ADMIN_PATHS | _OTHER_PATHS
+_WRITTEN_HERE = frozenset({b"x-request-id", b"openai-processing-ms", b"request-id"})  # by RequestContext
+
+
+class ForwardToModels:
+    """ASGI application: every route that the front does not answer itself.
+
+    A GET of a path that no model's server has is a 404 here: a probe or a browser that asks for one must not load a
+    model, for which another one may be unloaded.
+    """
+
+    def __init__(self, residents: Residents, limits: BodyLimits) -> None:
+        self._residents = residents
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] in ("GET", "HEAD") and not may_be_route(scope["path"]):
+            raise HTTPException(404)
+        request = Request(scope, receive)
+        body = None if _is_upload(scope) else await _read(request)
+        named = await choose(self._residents.catalog, request, body or b"", self._limits)
+        wanted = [self._residents.of(named or self._residents.catalog.default)]
+        if named is None and body is not None and _OBJECT.fullmatch(scope["path"]):
+            wanted = self._places(wanted[0])
+        for resident in wanted:
+            answer = ForwardedAnswer(scope, send, hold_missing=resident is not wanted[-1])
+            await self._forward(resident, request, answer, body)
+            if not answer.is_missing:
+                return
+
+    def _places(self, default: Resident) -> list[Resident]:
+        """Return the models that may have an object: those that are loaded, and the default model."""
+        loaded = [each for each in self._residents.all if each.state == "loaded"]
+        return loaded if default in loaded else [*loaded, default]
+
+    async def _forward(self, resident: Resident, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
+        """Raises ModelEndedError, NotReadyError and ClientDisconnected if nothing has been answered."""
+        loaded = self._residents.acquire(resident)
+        # to wait for a disconnect would lose a body that was not read
+        is_quick = body is None or resident.state == "loaded"
+        process = await (loaded if is_quick else until_disconnect(request, loaded))
+        try:
+            await forward(process.socket, _with_id(request.scope), request.receive, answer.send, body)
+        except PeerEndedError as error:
+            await answer.end(ModelEndedError(f"The process of the model {resident.plan.name!r} ended."), error)
+        finally:
+            self._residents.release(resident)
+
+
+def may_be_route(path: str) -> bool:
+    """Return whether a model's server may have a route of this path."""
+    return path in _PATHS or path.startswith(_BELOW)
+
+
+def _is_upload(scope: Scope) -> bool:
+    return scope["method"] in ("POST", "PUT") and scope["path"].startswith(UPLOAD_PATHS)
+
+
+async def _read(request: Request) -> bytes:
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+
+
+def _with_id(scope: Scope) -> Scope:
+    """Return the scope with the request's id in its headers, so that both processes log the same one."""
+    headers = [each for each in scope["headers"] if each[0] != b"x-request-id"]
+    return {**scope, "headers": [*headers, (b"x-request-id", scope["state"]["request_id"].encode("latin-1"))]}
+
+
+class ForwardedAnswer:
+    """The answer of a model's process on its way to the client.
+
+    hold_missing: do not send a 404, because another model may have the object
+    """
+
+    def __init__(self, scope: Scope, send: Send, *, hold_missing: bool) -> None:
+        self._begun = BegunAnswer(scope, send)
+        self._hold_missing = hold_missing
+        self.is_missing = False
+
+    async def send(self, message: Message) -> None:
+        """Send one ASGI message without the headers that this process writes itself, or hold it."""
+        if message["type"] == "http.response.start":
+            self.is_missing = self._hold_missing and message["status"] == 404
+            message["headers"] = [each for each in message["headers"] if each[0].lower() not in _WRITTEN_HERE]
+        if not self.is_missing:
+            await self._begun.send(message)
+
+    async def end(self, error: ModelEndedError, cause: PeerEndedError) -> None:
+        """Send the error as an event of the stream. Raises it if the answer has not begun."""
+        if not cause.has_headers or self.is_missing:
+            self.is_missing = False
+            raise error
+        await self._begun.end(error)
+
+
+MODELS_ADMIN_PATHS = frozenset({"/models/load", "/models/unload"})
+
+router = APIRouter()
+
+
+class ModelName(Body):
+    model: str = Field(description="Name of the model.")
+
+
+def _residents(request: Request) -> Residents:
+    return request.app.state.residents
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Return 200 once the models of the start are loaded or have failed, and until the server drains; else 503."""
+    residents = _residents(request)
+    phase = "draining" if residents.draining else "ready" if residents.started.is_set() else "loading"
+    states = {each.plan.name: each.state for each in residents.all}
+    headers = {} if phase == "ready" else {"Retry-After": "1"}
+    response = json_response({"status": phase, "models": states}, 200 if phase == "ready" else 503)
+    response.headers.update(headers)
+    return response
+
+
+@router.get("/live")
+async def live() -> Response:
+    """Return 200 as long as this process answers."""
+    return json_response({"status": "live"})
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+@router.head("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return the metrics of all loaded models, with the label `model`, in Prometheus' text format."""
+    return Response(await request.app.state.metrics.render(), media_type=CONTENT_TYPE)
+
+
+@router.get("/v1/models")
+@router.get("/models")
+async def list_models(request: Request) -> Response:
+    """List the names of all models with their states."""
+    return json_response(model_list([entry for each in _residents(request).all for entry in each.listed()]))
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, request: Request) -> Response:
+    """Show one model by its name. Raises ModelNotFoundError."""
+    residents = _residents(request)
+    entries = residents.of(residents.catalog.find(model)).listed()
+    return json_response(next((each for each in entries if each["id"] == model), entries[0]))
+
+
+@router.get("/api/version")
+@router.head("/api/version")
+async def version() -> Response:
+    """Show the version of Ollama whose API this is, as a model's server does, but load no model for it."""
+    return json_response({"version": API_VERSION})
+
+
+@router.get("/api/tags")
+@router.head("/api/tags")
+async def tags(request: Request) -> Response:
+    """List all models in Ollama's form; of a model that is not loaded, its names only."""
+    residents = _residents(request)
+    found = await _models_below(residents, "/api/tags")
+    known = {model["name"] for model in found}
+    unloaded = [name for each in residents.all for name in each.plan.names if name not in known]
+    return json_response({"models": [*found, *({"name": name, "model": name} for name in unloaded)]})
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> Response:
+    """List the loaded models in Ollama's form."""
+    return json_response({"models": await _models_below(_residents(request), "/api/ps")})
+
+
+async def _models_below(residents: Residents, path: str) -> list[dict[str, Any]]:
+    """Return the `models` that the loaded models' servers list. One that does not answer is left out."""
+    answers = await asyncio.gather(*(process.ask(path) for _, process in residents.loaded_processes()))
+    return [model for status, body in answers if status == 200 for model in orjson.loads(body)["models"]]
+
+
+@router.post("/models/load")
+async def load(request: Request) -> Response:
+    """Start to load a model. Returns at once; GET /v1/models shows when it is loaded. Raises NotReadyError."""
+    resident = await _named(request)
+    _residents(request).load(resident)
+    return _state(resident)
+
+
+@router.post("/models/unload")
+async def unload(request: Request) -> Response:
+    """Start to unload a model. Its requests end first; new ones wait, and load it again."""
+    resident = await _named(request)
+    _residents(request).unload(resident)
+    return _state(resident)
+
+
+async def _named(request: Request) -> Resident:
+    """Return the model that the body names. Raises RequestError."""
+    try:
+        body, _ = validated(await request.body(), ModelName)
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    residents = _residents(request)
+    return residents.of(residents.catalog.find(body.model))
+
+
+def _state(resident: Resident) -> Response:
+    return json_response({"success": True, "model": resident.plan.name, "status": {"value": resident.state}})
 
 
 def create_front(residents: Residents, config: Config) -> FastAPI:
@@ -35,7 +326,7 @@ def create_front(residents: Residents, config: Config) -> FastAPI:
     )
     app.state.residents, app.state.metrics = residents, metrics
     install_error_handlers(app)
-    app.include_router(routes.router)
+    app.include_router(router)
     app.include_router(page.router)
     app.router.default = ForwardToModels(residents, limits)
     return app
@@ -46,7 +337,7 @@ def _middleware(config: Config, limits: BodyLimits, metrics: Metrics) -> list[Mi
     section = config.server
     chain = [
         Middleware(RequestContext, metrics=metrics, tracing=NoTracing(), log_requests=config.logging.requests),
-        Middleware(Authentication, config=section, more_admin_paths=routes.MODELS_ADMIN_PATHS),
+        Middleware(Authentication, config=section, more_admin_paths=MODELS_ADMIN_PATHS),
         Middleware(BodyLimit, limits=lambda: limits, held=BodySum([0.0]), timeout=section.body_timeout),
     ]
     if section.cors_origins:

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from jaxserve.api.body_cost import BodyLimits
 from jaxserve.config import Config, ModelEntry
 from jaxserve.errors import HTTPError
-from jaxserve.front.choice import choose
-from jaxserve.front.model_plan import Catalog, ModelPlan
+from jaxserve.front.app import choose
+from jaxserve.front.residents import Catalog, ModelPlan
 
 LIMITS = BodyLimits(max_bytes=2**23, max_sum=2**29, context=2**21)
 

@@ -14,11 +14,9 @@ import pytest
 from jaxserve.api.app import create_app
 from jaxserve.api.http.middleware import ADMIN_PATHS, OPEN_PATHS, PAGE_PATHS
 from jaxserve.config import Config, ModelEntry
-from jaxserve.front.app import create_front
-from jaxserve.front.forward_to_models import may_be_route
-from jaxserve.front.model_plan import Catalog, ModelPlan
+from jaxserve.front.app import create_front, may_be_route
 from jaxserve.front.model_process import ModelProcess
-from jaxserve.front.residents import Residents
+from jaxserve.front.residents import Catalog, ModelPlan, Residents
 from tests.api.fakes import fake_engine
 
 Answer = Callable[[], Awaitable[str]]

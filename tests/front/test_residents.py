@@ -9,8 +9,7 @@ import pytest
 
 from jaxserve.config import Config, ModelEntry
 from jaxserve.front import residents as module
-from jaxserve.front.model_plan import Catalog, ModelPlan
-from jaxserve.front.residents import Residents
+from jaxserve.front.residents import Catalog, ModelPlan, Residents
 
 
 class FakeProcess:
