@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import engine as engine_costs
 from jaxserve.bench.report import write_json
 from jaxserve.cli.bench import launch_flags
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.engine.engine import TextEngine
 
 

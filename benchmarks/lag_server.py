@@ -16,9 +16,9 @@ import uvloop
 
 from benchmarks.held import HeldLog
 from benchmarks.lag_engine import DIRECTORY
+from jaxserve.cli.http_server import bind
 from jaxserve.cli.launch import Launch
-from jaxserve.cli.options.settings import load_config
-from jaxserve.cli.serving.listening import bind
+from jaxserve.cli.options import load_config
 from jaxserve.client.link import ProcessLink
 from jaxserve.errors import JaxserveError
 

@@ -56,7 +56,7 @@ def server(workers: int, step_seconds: float) -> Iterator[tuple[int, psutil.Proc
 
 def api_processes(main: psutil.Process) -> list[psutil.Process]:
     """The main process and the workers."""
-    return [main, *(each for each in main.children() if "jaxserve.cli.serving.worker" in each.cmdline())]
+    return [main, *(each for each in main.children() if "jaxserve.cli.worker" in each.cmdline())]
 
 
 def cpu(process: psutil.Process) -> float:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from jaxserve.api.openapi import type_text
-from jaxserve.cli.options.help import COMMON, default, section_title
-from jaxserve.cli.options.settings import variable_of
+from jaxserve.cli.options import COMMON, default, section_title, variable_of
 from jaxserve.config import ApiKey, Config, ModelEntry, known_keys
 
 _HEAD = """\

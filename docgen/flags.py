@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxserve.cli.options.flag_answers import Answer, Key, NoEffect, Refused
-from jaxserve.cli.options.foreign_flags import ROWS
+from jaxserve.cli.foreign_flags import ROWS, Answer, Key, NoEffect, Refused
 
 _HEAD = """# Flags of vLLM and SGLang
 

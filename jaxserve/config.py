@@ -2,7 +2,7 @@
 
 This file defines the keys, their defaults and their limits. It reads nothing from a model or a device: "auto" values
 stay "auto" here. The component that knows the value resolves it, into a new Config (`resolved`).
-cli/options/settings.py parses files, flags and environment variables.
+cli/options.py parses files, flags and environment variables.
 
 The section of the configuration for the KV cache.
 

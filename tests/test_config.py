@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from jaxserve.cli.config import dump
-from jaxserve.cli.options.settings import load_config, variable_of
+from jaxserve.cli.options import load_config, variable_of
 from jaxserve.config import SECRETS, Config, known_keys
 from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.cli.options.flags import find_flag
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import find_flag, load_config
 from tests.models.published import PUBLISHED
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")

@@ -1,36 +1,314 @@
-"""`jaxserve batch run|submit|status|cancel`: run a batch file in this process, or at a server."""
+"""`jaxserve batch run|submit|status|cancel`: run a batch file in this process, or at a server.
+
+Files and batches of a server, for `jaxserve batch submit|status|cancel`.
+
+Run a batch file without a server: the engine, the routes and the batch runner in one process, without a socket.
+
+The store is a directory beside the output and is removed at the end, so that the same call resumes after a crash.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+from urllib.parse import quote
 
+import httpx2
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jaxserve.api.app import BATCH_ENDPOINTS, create_app
+from jaxserve.api.batch.job import BatchSettings
+from jaxserve.api.batch.request import engine_ready, route_handlers
+from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.body_cost import max_line_bytes
+from jaxserve.api.state import EngineProtocol
 from jaxserve.bench.load import root_url
-from jaxserve.cli.batches.batch_server import BatchServer, until_reached
-from jaxserve.cli.batches.offline_batch import OfflineBatch, run_offline, validate
-from jaxserve.cli.options.arguments import api_key
-from jaxserve.cli.options.settings import load_config
-from jaxserve.cli.terminal.progress import StartProgress
+from jaxserve.cli.options import api_key, load_config
+from jaxserve.cli.progress import StartProgress
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, UnexpectedEndError
 from jaxserve.log import configure_logging
-from jaxserve.store import BatchRecord, BatchStatus
+from jaxserve.store import BATCH_LINE, BatchRecord, BatchStatus, NewBatch, Store, Validation, Validator, normalize_url
+from jaxserve.store.directory import FILES, remove
+from jaxserve.store.jsonl import read_lines
+
+RETRY_INTERVAL = 2.0  # seconds between two attempts to reach a server that was reached before
+RETRY_SECONDS = 600.0  # a start with a cold cache takes minutes
+_AWAY = (502, 503, 504)  # statuses of a server, or of the proxy before it, that is started again
+_BATCH = ("id", "status", "request_counts", "errors", "usage", "output_file_id", "error_file_id", "metadata")
+
+T = TypeVar("T")
+
+
+class NotReachedError(ConfigError):
+    """The server is not reached, or not ready. It may be later."""
+
+
+class BatchServer:
+    """Client of a server's files and batches. Raises ConfigError with the server's message.
+
+    options: base_url and api_key of the command
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._base_url = options.base_url
+        try:
+            self._http = httpx2.Client(base_url=f"{self._base_url}/v1", headers=headers, timeout=600)
+        except httpx2.InvalidURL as error:
+            raise self._not_reached(error) from None
+
+    def __enter__(self) -> BatchServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._http.close()
+
+    def upload(self, path: Path) -> str:
+        """Upload the input of a batch and return its id. Raises ConfigError."""
+        try:
+            data = open(path, "rb")
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        with data:
+            parts = {"file": (path.name, data)}
+            return self._call("POST", "/files", ("id",), data={"purpose": "batch"}, files=parts)["id"]
+
+    def create(self, body: dict[str, Any], key: str) -> dict[str, Any]:
+        """Create a batch. A second call with the same key returns the same batch. Raises ConfigError."""
+        return self._call("POST", "/batches", _BATCH, json=body, headers={"Idempotency-Key": key})
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        """Return the state of a batch."""
+        return self._call("GET", f"/batches/{quote(batch_id, safe='')}", _BATCH)
+
+    def cancel(self, batch_id: str) -> str:
+        """Cancel a batch and return its status."""
+        return self._call("POST", f"/batches/{quote(batch_id, safe='')}/cancel", _BATCH)["status"]
+
+    def download(self, file_id: str, target: Path) -> None:
+        """Write a file of the server to `target`, whole or not at all. Raises ConfigError."""
+        temporary = target.with_name(f"{target.name}.part")
+        try:
+            with self._http.stream("GET", f"/files/{file_id}/content") as answer, open(temporary, "wb") as file:
+                if answer.status_code != httpx2.codes.OK:
+                    answer.read()
+                    self._check(answer)
+                for data in answer.iter_bytes():
+                    file.write(data)
+            temporary.rename(target)
+        except httpx2.HTTPError as error:
+            raise self._not_reached(error) from None
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error.strerror}", fix="name another output with -o") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _call(self, method: str, path: str, needed: tuple[str, ...], **keys: Any) -> dict[str, Any]:
+        """Return the server's answer, which must have the fields `needed`."""
+        try:
+            answer = self._http.request(method, path, **keys)
+        except httpx2.HTTPError as error:
+            raise self._not_reached(error) from None
+        self._check(answer)
+        try:
+            found = answer.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or any(name not in found for name in needed):
+            raise ConfigError(f"what answers at {self._base_url} is no such server", fix="set --base-url")
+        return found
+
+    def _check(self, answer: httpx2.Response) -> None:
+        if answer.status_code >= httpx2.codes.BAD_REQUEST:
+            kind = NotReachedError if answer.status_code in _AWAY else ConfigError
+            raise kind(f"the server answered {answer.status_code}: {_message(answer)}")
+
+    def _not_reached(self, error: Exception) -> NotReachedError:
+        return NotReachedError(f"cannot reach {self._base_url}: {error}", fix="set --base-url")
+
+
+def _message(answer: httpx2.Response) -> str:
+    try:
+        return answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return " ".join(answer.text[:200].split())
+
+
+def until_reached(call: Callable[[], T], note: Callable[[str], None], batch_id: str) -> T:
+    """Return what `call` returns. If the server is not reached, try again for RETRY_SECONDS. Raises ConfigError."""
+    end, told = time.monotonic() + RETRY_SECONDS, False
+    while True:
+        try:
+            found = call()
+        except NotReachedError as error:
+            if time.monotonic() >= end:
+                again = f"follow it later: jaxserve batch status {batch_id} --wait"
+                raise ConfigError(f"{error}, for {RETRY_SECONDS:.0f} s", fix=again) from None
+            if not told:
+                note(f"{error}; it is tried again")
+            told = True
+            time.sleep(RETRY_INTERVAL)
+        else:
+            if told:
+                note("the server is reached again")
+            return found
+
+
+UNLIMITED_SECONDS = 100 * 365 * 24 * 3600  # completion window
+UNLIMITED_REQUESTS = 10**9  # only a digest of each id is kept in memory
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineBatch:
+    """The files of a run. `errors` gets the requests that failed. A file without a line is not created."""
+
+    input: Path
+    output: Path
+    errors: Path
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the store during the run."""
+        return self.output.with_name(self.output.name + ".jaxserve")
+
+    def check(self) -> None:
+        """Raises ConfigError if the input or a directory is missing, if both outputs are one file, or if one exists
+        that the run did not begin.
+        """
+        if not self.input.is_file():
+            raise ConfigError(f"there is no file {self.input}", fix="name the input before the flags of launch")
+        for path in (self.output, self.errors):
+            if not path.parent.is_dir():
+                raise ConfigError(f"there is no directory {path.parent}")
+        if self.output.resolve() == self.errors.resolve():
+            raise ConfigError(f"{self.output} is named for the output and for the errors", fix="name another --errors")
+        if self.directory.exists():
+            return
+        for path in (self.output, self.errors):
+            if path.exists():
+                raise ConfigError(f"{path} exists", fix="remove it, or name another output with -o")
+
+
+def validate(batch: OfflineBatch, max_line_bytes: int) -> tuple[str, Validation]:
+    """Return the endpoint of the first request, and the errors of the file. The model's name is not checked."""
+    endpoint = _endpoint(batch.input, max_line_bytes)
+    return endpoint, Validator(endpoint, lambda name: True, max_line_bytes, UNLIMITED_REQUESTS).run(batch.input)
+
+
+def _endpoint(path: Path, max_line_bytes: int) -> str:
+    first = next(read_lines(path, max_line_bytes), None)
+    try:
+        url = normalize_url(BATCH_LINE.decode(first.data).url) if first and first.data else ""
+    except msgspec.DecodeError:
+        url = ""  # Validator reports the error
+    return url if url in BATCH_ENDPOINTS else next(iter(BATCH_ENDPOINTS))
+
+
+async def run_offline(
+    batch: OfflineBatch,
+    endpoint: str,
+    engine: EngineProtocol,
+    config: Config,
+    show: Callable[[BatchRecord], None],
+) -> BatchRecord:
+    """Run or resume a batch on an engine that is ready, and return it finished.
+
+    If the task is cancelled, finished results are kept in the store.
+    """
+    store = Store(batch.directory)
+    try:
+        runner = _runner(store, engine, config)
+        await runner.start()
+        try:
+            batch_id = await _ensure(batch, endpoint, runner)
+            while not (record := await store.get_batch(batch_id)).status.terminal:
+                show(record)
+                await asyncio.sleep(POLL_SECONDS)
+            show(record)
+        finally:
+            await runner.stop()
+        await asyncio.to_thread(_deliver, batch, record)
+    finally:
+        await store.close()
+    remove(batch.directory)
+    return record
+
+
+def _runner(store: Store, engine: EngineProtocol, config: Config) -> BatchRunner:
+    settings = BatchSettings(
+        known_model=lambda name: name in engine.info.served_names,
+        ready=lambda: engine_ready(engine.check_ready),
+        max_line_bytes=max_line_bytes(config.server),
+        max_lines=UNLIMITED_REQUESTS,
+    )
+    # A quarter more than the engine runs, so that the next request is queued when a slot becomes free.
+    num_in_flight = engine.info.max_num_seqs * 5 // 4
+    return BatchRunner(
+        store, route_handlers(create_app(engine, config), BATCH_ENDPOINTS), settings, lambda lines: num_in_flight
+    )
+
+
+async def _ensure(batch: OfflineBatch, endpoint: str, runner: BatchRunner) -> str:
+    """Return the id of the batch in the store; create it if there is none.
+
+    Raises ConfigError if the store holds a batch of another input.
+    """
+    digest = await asyncio.to_thread(_digest, batch.input)
+    for known in (await runner.store.list_batches(limit=1)).items:
+        if known.metadata != {"input_sha256": digest}:
+            raise ConfigError(
+                f"{batch.directory} holds an unfinished run of another input", fix="remove it to start again"
+            )
+        return known.id
+    incoming = runner.store.begin_upload()
+    with open(batch.input, "rb") as file:
+        while data := await asyncio.to_thread(file.read, 2**20):
+            await incoming.write(data)
+    stored = await incoming.finish(filename=batch.input.name, purpose="batch", expires_seconds=None)
+    new = NewBatch(endpoint, stored.id, "24h", UNLIMITED_SECONDS, {"input_sha256": digest})
+    return (await runner.create(new, None, lambda record: record.id.encode())).decode()
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _deliver(batch: OfflineBatch, record: BatchRecord) -> None:
+    """Move the finished files to their targets, each whole or not at all. Raises ConfigError if that fails."""
+    for file_id, target in ((record.output_file_id, batch.output), (record.error_file_id, batch.errors)):
+        if file_id is None:
+            continue
+        # Beside the target, which may be on another file system. The name is always the same, for the next call.
+        temporary = target.with_name(f"{target.name}.jaxserve-part")
+        try:
+            shutil.copyfile(batch.directory / FILES / file_id, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            temporary.rename(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            fix = "mend that and call again: the results are kept"
+            raise ConfigError(f"cannot write {target}: {error.strerror}", fix=fix) from None
+
 
 STATUS_INTERVAL = 1.0  # seconds between two requests for a batch's status
 MAX_SHOWN_ERRORS = 20

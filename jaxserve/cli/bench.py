@@ -25,8 +25,7 @@ from jaxserve.bench.workload import (
     trace_workload,
     warm_up_workload,
 )
-from jaxserve.cli.options.arguments import api_key, at_least, positive, share
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import api_key, at_least, load_config, positive, share
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import ConfigError
 

@@ -2,27 +2,365 @@
 
 In a pipe the input is one question: `echo question | jaxserve chat`. In a terminal, Ctrl-C stops the answer, Ctrl-D
 ends the program, and /help lists the commands.
+
+A conversation with a server over /v1/chat/completions: its messages, its settings, and how it is kept in a file.
+
+The shell of `jaxserve chat`: reads questions and commands, shows the streamed answers as markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import re
+import readline
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import httpx2
 from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
 
 from jaxserve.bench.load import root_url
-from jaxserve.cli.options.arguments import api_key
-from jaxserve.cli.terminal.chat_shell import ChatShell, answer
-from jaxserve.cli.terminal.conversation import Conversation, error_message
+from jaxserve.cli.options import api_key
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.transport.child import child_environment, python_command
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ShownPart:
+    """A piece of a streamed answer. thinking: it is reasoning. kind "end": text says why the answer ended."""
+
+    kind: str  # text, thinking, tool or end
+    text: str
+
+
+@dataclass
+class Conversation:
+    """Sends questions with the messages before them.
+
+    settings: fields of the request beside model and messages, for example temperature.
+    """
+
+    http: httpx2.Client
+    model: str
+    system: str = ""
+    messages: list[Json] = field(default_factory=list)
+    settings: Json = field(default_factory=dict)
+
+    def ask(self, question: str) -> Generator[ShownPart, None, None]:
+        """Add a question, stream the answer and add it too, also if the reader closes the iterator early.
+
+        Raises ConfigError with the server's own message if it refuses the request; the question is then removed.
+        """
+        self.messages.append({"role": "user", "content": question})
+        answer = ""
+        try:
+            for part in self._stream():
+                answer += part.text if part.kind == "text" else ""
+                yield part
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": answer})
+            else:
+                self.messages.pop()
+
+    def _stream(self) -> Iterator[ShownPart]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": self.model, "messages": [*system, *self.messages], **self.settings, "stream": True}
+        ended = False
+        try:
+            with self.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+                if reply.status_code != httpx2.codes.OK:
+                    reply.read()
+                    raise ConfigError(error_message(reply))
+                for line in reply.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        for part in parts(json.loads(line[6:])):
+                            ended = ended or part.kind == "end"
+                            yield part
+        except httpx2.HTTPError as error:
+            raise ConfigError(f"the server ended the connection: {error}", fix="ask again") from None
+        except ValueError as error:  # NaN or half a character in the conversation, or an event of another form
+            raise ConfigError(f"the request or the answer is not JSON: {error}") from None
+        if not ended:
+            raise ConfigError("the server ended the stream before the answer was whole", fix="ask again")
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as JSON, readable by this user only. Raises ConfigError."""
+        text = json.dumps({"system": self.system, "settings": self.settings, "messages": self.messages}, indent=1)
+        try:
+            path.touch(0o600)
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+    def load(self, path: Path) -> None:
+        """Replace the conversation by one that `save` wrote. Raises ConfigError and changes nothing if it is none."""
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise ConfigError(f"{path} is not JSON") from None
+        except RecursionError:
+            raise ConfigError(f"{path} is nested too deeply") from None
+        kinds = {"system": str, "settings": dict, "messages": list}
+        if not isinstance(saved, dict) or not all(isinstance(saved.get(key), kind) for key, kind in kinds.items()):
+            raise ConfigError(f"{path} is no saved conversation")
+        self.system, self.settings, self.messages = (saved[key] for key in kinds)
+
+
+def parts(chunk: Json) -> Iterator[ShownPart]:
+    """Yield the reasoning, text and tool calls of one parsed chunk, and its finish reason as a ShownPart "end".
+
+    Raises ConfigError if the chunk is an error.
+    """
+    if error := chunk.get("error"):
+        raise ConfigError(str(error.get("message", error)))
+    for choice in chunk.get("choices", ()):
+        delta = choice.get("delta", {})
+        for kind, key in (("thinking", "reasoning_content"), ("text", "content")):
+            if delta.get(key):
+                yield ShownPart(kind, delta[key])
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            yield ShownPart("tool", (function.get("name") or "") + (function.get("arguments") or ""))
+        if reason := choice.get("finish_reason"):
+            yield ShownPart("end", reason)
+
+
+def error_message(reply: httpx2.Response) -> str:
+    """Return the message of an error response."""
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {reply.status_code}"
+
+
+HISTORY = "~/.local/share/jaxserve/chat_history"
+_HISTORY_LINES = 1000
+_FENCE = "```"
+_BLOCK = '"""'
+# A model's text must not move the cursor or set the terminal's title. Bidirectional marks are harmless in a terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def answer(talk: Conversation, question: str, console: Console, *, markdown: bool = True) -> str:
+    """Ask, show the answer while it comes, and return why it ended. Raises ConfigError."""
+    stream, reason = talk.ask(question), ""
+    with contextlib.closing(stream), contextlib.closing(_Page(console, markdown=markdown)) as page:
+        for part in stream:
+            if part.kind == "end":
+                reason = part.text
+                if reason != "stop":
+                    page.note(f"[ended: {reason}]")
+            elif part.kind == "thinking" and markdown:
+                page.note(part.text, end="")
+            elif part.kind == "tool" and markdown:
+                page.note(part.text, end="")
+            elif part.kind == "text":
+                page.add(part.text)
+    return reason
+
+
+class _Page:
+    """Text of an answer: whole blocks as markdown above, the open one live below."""
+
+    def __init__(self, console: Console, *, markdown: bool) -> None:
+        self._console, self._markdown = console, markdown
+        self._open = ""
+        self._last = "\n"
+        self._live = Live(console=console, transient=True, refresh_per_second=12)
+        if markdown:
+            self._live.start()
+
+    def add(self, text: str) -> None:
+        """Show a piece of the answer."""
+        if not self._markdown:
+            self._last = text[-1:]
+            self._console.out(_clean(text) if self._console.is_terminal else text, end="", highlight=False)
+            return
+        if self._last not in "\n":  # after notes
+            self._console.print()
+            self._last = "\n"
+        self._open += _clean(text)
+        done, self._open = split_blocks(self._open)
+        if done.strip():
+            self._console.print(_rendered(done))
+        self._live.update(_rendered(self._open))
+
+    def note(self, text: str, end: str = "\n") -> None:
+        """Show thinking, tool calls and remarks dimmed. Not in a pipe, which gets the answer alone."""
+        if self._markdown:
+            self._finish()
+            self._console.print(Text(_clean(text), style="dim"), end=end)
+            self._last = "x" if end == "" else end
+
+    def close(self) -> None:
+        if self._markdown:
+            self._finish()
+            self._live.stop()
+        if self._last != "\n":
+            self._console.print()
+
+    def _finish(self) -> None:
+        if self._open.strip():
+            self._console.print(_rendered(self._open))
+        self._open = ""
+        self._live.update(Text())
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """Split a text into the blocks that are whole and the last one, which may go on. A fence is one block."""
+    cut = at = 0
+    fenced = False
+    for line in text.splitlines(keepends=True):
+        fenced ^= line.lstrip().startswith(_FENCE)
+        at += len(line)
+        if not fenced and not line.strip() and line.endswith("\n"):
+            cut = at
+    return text[:cut], text[cut:]
+
+
+def _rendered(text: str) -> Markdown:
+    return Markdown(text, hyperlinks=False)  # the address of a link is shown, not hidden behind its text
+
+
+def _clean(text: str) -> str:
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+class ChatShell:
+    """Runs until Ctrl-D or /exit."""
+
+    def __init__(self, talk: Conversation, console: Console) -> None:
+        self._talk, self._console = talk, console
+        self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
+            "/system": ("TEXT: set the system prompt, without TEXT show it", self._system),
+            "/set": ("NAME VALUE: set a field of the request, as temperature 0.7; NAME alone unsets it", self._set),
+            "/save": ("FILE: write the conversation", lambda name: self._talk.save(_path(name))),
+            "/load": ("FILE: go on with a conversation", lambda name: self._talk.load(_path(name))),
+            "/clear": (": begin anew", lambda _: self._talk.messages.clear()),
+            "/image": ("FILE: refused, no model that is served takes images", self._image),
+            "/help": (": show this", self._help),
+            "/exit": (": end, as Ctrl-D does", self._exit),
+        }
+
+    def run(self) -> int:
+        """Read and answer until the end of the input. Returns the exit code."""
+        self._console.print(f"{self._talk.model}: /help lists the commands, {_BLOCK} begins and ends several lines")
+        with _history(), contextlib.suppress(EOFError):
+            while True:
+                try:
+                    self._do(self._read())
+                except KeyboardInterrupt:
+                    self._console.print()
+                except UnicodeError:
+                    self._console.print(Text("the entry is not UTF-8", style="red"))
+                except ConfigError as error:
+                    fix = f" -> {error.fix}" if error.fix else ""
+                    self._console.print(Text(_clean(f"{error}{fix}"), style="red"))
+        return 0
+
+    def _read(self) -> str:
+        """Read one entry. Several lines stand between three quotes, or end in a backslash."""
+        text = input(">>> ")
+        if text.lstrip().startswith(_BLOCK):
+            text = text.lstrip()[len(_BLOCK) :]
+            while not text.rstrip().endswith(_BLOCK):
+                text += "\n" + input("... ")
+            return text.rstrip()[: -len(_BLOCK)].strip("\n")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + input("... ")
+        return text
+
+    def _do(self, entry: str) -> None:
+        entry.encode()  # raises UnicodeEncodeError for bytes of the terminal that are not UTF-8
+        word, _, rest = entry.strip().partition(" ")
+        if not word:
+            return
+        if word.startswith("/") and word[1:].isalpha():
+            if word not in self._commands:
+                raise ConfigError(f"no command {word}", fix="/help lists them")
+            if word in ("/save", "/load") and not rest.strip():
+                raise ConfigError(f"{word} needs the name of a file")
+            self._commands[word][1](rest.strip())
+            return
+        try:
+            answer(self._talk, entry, self._console)
+        except KeyboardInterrupt:
+            self._console.print(Text("[stopped]", style="dim"))
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._talk.system = text
+        else:
+            self._console.print(Text(self._talk.system or "there is no system prompt"))
+
+    def _set(self, words: str) -> None:
+        name, _, value = words.partition(" ")
+        if not name:
+            self._console.print(Text(json.dumps(self._talk.settings)))
+        elif name in ("model", "messages", "stream"):
+            raise ConfigError(f"{name} is not set here")
+        elif not value:
+            self._talk.settings.pop(name, None)
+        else:
+            try:
+                self._talk.settings[name] = json.loads(value, parse_constant=_no_number)
+            except (ValueError, RecursionError):
+                self._talk.settings[name] = value
+
+    def _image(self, _: str) -> None:
+        raise ConfigError("/image: no model that is served takes images")
+
+    def _help(self, _: str) -> None:
+        for word, (what, _do) in self._commands.items():
+            self._console.print(Text(f"{word:8} {what}"))
+
+    def _exit(self, _: str) -> None:
+        raise EOFError
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{name}: there is no such user") from None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)  # NaN and Infinity are no JSON
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Keep the entries in a file that only this user can read. Without a writable home nothing is kept."""
+    path = Path(HISTORY)
+    with contextlib.suppress(OSError, RuntimeError):
+        path = path.expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)
+        readline.read_history_file(path)
+    readline.set_history_length(_HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(path)
+
 
 _CARD = "jaxserve is ready"
 _STOP_SECONDS = 30.0

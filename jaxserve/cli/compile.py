@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.cli.main import imported
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.cli.start import check_model_paths
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxserve.cli.options.arguments import at_least
+from jaxserve.cli.options import at_least
 from jaxserve.cli.plan import WEIGHT_DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file

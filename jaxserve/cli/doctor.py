@@ -1,6 +1,7 @@
 """`jaxserve doctor [MODEL]`: check the machine, the configuration and the model, without loading a weight.
 
-Prints one line per finding and what to do about it. Exit code 1 if one is wrong, 0 if all can serve.
+Prints one line per finding and what to do about it. Exit code 1 if one is wrong, 0 if all can serve. The checks here
+need no device; those that import jax are in doctor_devices.py.
 """
 
 from __future__ import annotations
@@ -8,16 +9,206 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from jaxserve.cli.checks.findings import BAD, Finding, Findings, examined
-from jaxserve.cli.checks.host_findings import caches, disk, host_memory, hub, port, store, versions
+from huggingface_hub import constants, get_token, try_to_load_from_cache
+
+from jaxserve.cli.http_server import bind, check_certificates
 from jaxserve.cli.main import imported
-from jaxserve.cli.options.settings import load_config
-from jaxserve.config import Config
+from jaxserve.cli.options import GIB, load_config
+from jaxserve.config import DEFAULT_STORE, Config, ModelSection, RuntimeSection, ServerSection, StoreSection
 from jaxserve.errors import ConfigError
+from jaxserve.model_files import local_directory
+from jaxserve.system import CacheDirectoryError, free_memory, machine_memory, opened, user_cache
+from jaxserve.version import __version__
+
+OK, WARN, BAD = "ok", "warn", "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the output.
+
+    state: ok; warn: it can serve, but worse; bad: it cannot serve. fix: what to do; empty if nothing.
+    """
+
+    check: str
+    state: Literal["ok", "warn", "bad"]
+    text: str
+    fix: str = ""
+
+    @classmethod
+    def of(cls, check: str, error: Exception, state: Literal["warn", "bad"] = "bad") -> Finding:
+        """Return the finding of an error. The fix is the error's own."""
+        if isinstance(error, ConfigError):
+            return cls(check, state, str(error), error.fix or "")
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return cls(check, state, text, "report it with this line if the cause is not plain")
+
+    def line(self) -> str:
+        """Return the finding as one line."""
+        fix = f" -> {self.fix}" if self.fix else ""
+        return f"{self.state:4} {self.check:9} {' '.join(self.text.split())}{fix}"
+
+
+Findings = Callable[[], Iterable[Finding]]
+
+
+def examined(name: str, check: Findings) -> Iterator[Finding]:
+    """Yield what a check finds. An error that it raises is a finding too, so that the other checks still run."""
+    try:
+        yield from check()
+    except Exception as error:
+        yield Finding.of(name, error)
+
+
+_NEEDED_MEMORY = 2 * GIB  # of the demo model's server
+_NEEDED_DISK = GIB  # for compiled programs, files and batches
+_HUB_SECONDS = 3.0
+_PACKAGES = ("jax", "jaxlib", "flax", "transformers", "numpy")
+
+
+def versions() -> Iterator[Finding]:
+    """Name the versions of this installation."""
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    yield Finding("versions", "ok", f"jaxserve {__version__}, Python {platform.python_version()}, {packages}")
+
+
+def host_memory() -> Iterator[Finding]:
+    """Compare the free memory with what the demo model's server needs."""
+    free = free_memory()
+    text = f"{free / GIB:.1f} of {machine_memory() / GIB:.1f} GiB are free"
+    if free < _NEEDED_MEMORY:
+        fix = "end other processes; the smallest server needs 2 GiB"
+        yield Finding("memory", "warn", text, fix)
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def disk(config: Config) -> Iterator[Finding]:
+    """Look at the free disk of the store and of the compiled programs."""
+    paths = {_store_path(config.store), _cache_path(config.runtime.compile_cache, "xla")} - {None}
+    for path in sorted(filter(None, paths)):
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        free = shutil.disk_usage(there).free
+        text = f"{free / GIB:.1f} GiB are free for {path}"
+        full = free < _NEEDED_DISK
+        yield Finding("disk", "warn" if full else "ok", text, "free some: batches and caches are kept there" * full)
+
+
+def port(section: ServerSection) -> Iterator[Finding]:
+    """Try to listen where the server would, and to read its certificate."""
+    check_certificates(section)
+    with bind(section) as listener:
+        host, number = listener.getsockname()[:2]
+        yield Finding("port", "ok", f"{host}:{number} is free")
+
+
+def store(section: StoreSection) -> Iterator[Finding]:
+    """Try to write into the store's directory."""
+    path = _store_path(section)
+    if path is None:
+        yield Finding("store", "warn", "store.path is null: no files, no batches, no stored responses")
+    elif problem := _write_problem(path):
+        chosen = isinstance(section.path, Path)
+        fix = "set --store.path to a directory that this user can write"
+        yield Finding("store", "bad" if chosen else "warn", f"{path} cannot be written: {problem}", fix)
+    else:
+        yield Finding("store", "ok", f"{path} can be written")
+
+
+def caches(section: RuntimeSection) -> Iterator[Finding]:
+    """Check that compiled programs and kernels can be kept. Without that every start compiles them."""
+    configured = section.compile_cache
+    yield _cache("compiled programs", configured, "xla")
+    yield _cache("C kernels", "auto", "kernels")
+
+
+def hub(section: ModelSection) -> Iterator[Finding]:
+    """Try to connect to the hub. Only a model that is named by its hub id needs it."""
+    needed = section.path is not None and local_directory(section.path) is None
+    if needed and isinstance(try_to_load_from_cache(str(section.path), "config.json"), str):
+        yield Finding("hub", "ok", f"{section.path} is in the cache of downloads")
+        return
+    if constants.HF_HUB_OFFLINE:
+        fix = "unset HF_HUB_OFFLINE, or name a local directory" if needed else ""
+        yield Finding("hub", "bad" if needed else "ok", "HF_HUB_OFFLINE is set: nothing is downloaded", fix)
+        return
+    host, through = urlsplit(constants.ENDPOINT).netloc, _first_host(constants.ENDPOINT)
+    way = host if through[0] in host else f"the proxy {through[0]} on the way to {host}"
+    try:
+        with socket.create_connection(through, timeout=_HUB_SECONDS):
+            yield Finding("hub", "ok", f"{way} is reached{'' if _has_token() else '; no token for gated models'}")
+    except OSError as error:
+        fix = "check the network or HF_ENDPOINT, or name a local directory"
+        yield Finding("hub", "bad" if needed else "warn", f"{way} is not reached: {error.strerror or error}", fix)
+
+
+def _first_host(url: str) -> tuple[str, int]:
+    """Return host and port that a request for `url` connects to: those of the proxy, if the environment sets one."""
+    parts = urlsplit(url)
+    proxy = getproxies().get(parts.scheme)
+    if proxy and not proxy_bypass(parts.netloc):
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+
+
+def _has_token() -> bool:
+    return get_token() is not None
+
+
+def _cache(what: str, configured: Path | str | None, name: str) -> Finding:
+    fix = "give this user a cache directory of its own: XDG_CACHE_HOME or runtime.compile_cache"
+    state: Literal["bad", "warn"] = "bad" if isinstance(configured, Path) else "warn"
+    try:
+        path = _cache_path(configured, name)
+        if path is None:
+            return Finding("caches", "warn", f"{what} are not kept: runtime.compile_cache is null")
+        with opened(path):
+            problem = _write_problem(path)
+    except CacheDirectoryError as error:
+        return Finding("caches", state, f"{what} are not kept: {error}", error.fix or fix)
+    if problem:
+        return Finding("caches", state, f"{what} are not kept: {path} cannot be written: {problem}", fix)
+    return Finding("caches", "ok", f"{what} are kept in {path}")
+
+
+def _cache_path(configured: Path | str | None, name: str) -> Path | None:
+    return configured if configured is None or isinstance(configured, Path) else user_cache(name)
+
+
+def _store_path(section: StoreSection) -> Path | None:
+    if section.path is None or isinstance(section.path, Path):
+        return section.path
+    try:
+        return Path(DEFAULT_STORE).expanduser()
+    except RuntimeError:
+        raise ConfigError("the home directory is unknown", fix="set HOME or --store.path") from None
+
+
+def _write_problem(path: Path) -> str:
+    """Return why no file can be written in a directory, which need not exist yet; empty: one can."""
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def run(words: Sequence[str]) -> int:
@@ -55,7 +246,7 @@ def findings(words: Sequence[str]) -> Iterator[Finding]:
 
 
 def _device_checks() -> Any:
-    return imported("jaxserve.cli.checks.device_findings")  # imports jax
+    return imported("jaxserve.cli.doctor_devices")  # imports jax
 
 
 def host_findings(config: Config) -> Iterator[Finding]:

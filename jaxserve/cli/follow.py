@@ -15,8 +15,7 @@ import uvloop
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from jaxserve.cli.serving.http_server import Server, http_config
-from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
+from jaxserve.cli.http_server import Server, bind, check_certificates, http_config, on_signals, url_of
 from jaxserve.client.link import SERVING, FollowerKeeper
 from jaxserve.config import Config
 from jaxserve.version import __version__

@@ -26,11 +26,9 @@ import uvloop
 from jaxserve.api.app import check_chat_template, create_app, stop_background, warm_up
 from jaxserve.api.process_group import GroupKeeper
 from jaxserve.api.sealing import sealing_key
-from jaxserve.cli.serving.heap import keep_heap_small
-from jaxserve.cli.serving.http_server import Server, http_config
-from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
-from jaxserve.cli.serving.workers import Workers
-from jaxserve.cli.terminal.progress import LAST_PHASE, StartProgress, command_began, show_ready
+from jaxserve.cli.http_server import Server, bind, check_certificates, http_config, keep_heap_small, on_signals, url_of
+from jaxserve.cli.progress import LAST_PHASE, StartProgress, command_began, show_ready
+from jaxserve.cli.workers import Workers
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import EngineLink, ProcessLink
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection

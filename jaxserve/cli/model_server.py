@@ -16,9 +16,9 @@ import sys
 import msgspec
 import uvloop
 
+from jaxserve.cli.http_server import keep_heap_small
 from jaxserve.cli.launch import Launch, freeze
 from jaxserve.cli.main import describe
-from jaxserve.cli.serving.heap import keep_heap_small
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.model_process import ModelServerStart

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.status import Status
 
-from jaxserve.cli.options.arguments import at_least, positive
-from jaxserve.cli.options.help import GIB
+from jaxserve.cli.options import GIB, at_least, positive
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
 from jaxserve.models.checkpoint.chosen_form import QUANTIZATIONS, choose_head, choose_quantization

@@ -17,10 +17,8 @@ from urllib.parse import quote
 
 import uvloop
 
-from jaxserve.cli.options.settings import read_yaml, validate
-from jaxserve.cli.serving.heap import keep_heap_small
-from jaxserve.cli.serving.http_server import Server, http_config
-from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
+from jaxserve.cli.http_server import Server, bind, check_certificates, http_config, keep_heap_small, on_signals, url_of
+from jaxserve.cli.options import read_yaml, validate
 from jaxserve.cli.start import check_model_paths
 from jaxserve.config import DEFAULT_STORE, Config, ModelEntry, StoreSection, own_sections
 from jaxserve.config_types import reveal

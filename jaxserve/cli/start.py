@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from jaxserve.cli.config import dump
 from jaxserve.cli.main import imported
-from jaxserve.cli.options.help import launch_help
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import launch_help, load_config
 from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import check_hosts
 from jaxserve.log import configure_logging

@@ -9,7 +9,7 @@ which sends them again to a new engine. Their tokens go to the worker as they ar
 A worker's end of the connection to the main process: the engine as an EngineLink that never dies.
 
 If the engine dies, the main process sends the worker's requests to the next one; the worker only learns the state. If
-the main process dies, the worker's process ends (see cli/serving/worker.py).
+the main process dies, the worker's process ends (see cli/worker.py).
 """
 
 from __future__ import annotations

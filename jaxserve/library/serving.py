@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.cli.http_server import bind
 from jaxserve.cli.launch import Launch
-from jaxserve.cli.serving.listening import bind
 from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, JaxserveError

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from jaxserve.api.app import check_chat_template, create_app, warm_up
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.errors import EngineDeadError, NotReadyError, QueueFullError
 from jaxserve.log import configure_logging

@@ -25,7 +25,7 @@ from ray.util import (  # pyright: ignore[reportMissingImports]
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.client.link import FollowerKeeper
 from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import free_port

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.cli.options.flags import parse_flags
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config, parse_flags
 from jaxserve.config import Config, suggestion
 from jaxserve.engine.hosts.agreement import check_hosts
 from jaxserve.errors import ConfigError

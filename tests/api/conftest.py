@@ -18,7 +18,7 @@ import uvloop
 
 from docgen.errors import entries
 from jaxserve.api.app import create_app
-from jaxserve.cli.serving.http_server import Server, http_config
+from jaxserve.cli.http_server import Server, http_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.store import Disk, Store

@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.api import keys
 from jaxserve.api.http import middleware
-from jaxserve.cli.serving.listening import bind
+from jaxserve.cli.http_server import bind
 from jaxserve.config import Config, LoggingSection
 from jaxserve.errors import ConfigError
 from jaxserve.log import JsonFormatter, TextFormatter, configure_logging
@@ -264,7 +264,7 @@ def test_a_certificate_is_replaced_while_the_server_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that expires must be, also by one of another kind. Half of the new files, or none, change nothing."""
-    monkeypatch.setattr("jaxserve.cli.serving.http_server.CERTIFICATE_INTERVAL", 0)
+    monkeypatch.setattr("jaxserve.cli.http_server.CERTIFICATE_INTERVAL", 0)
     certificate, key = certified(tmp_path, "ec -pkeyopt ec_paramgen_curve:prime256v1")
     (tmp_path / "new").mkdir()
     first, (new_certificate, new_key) = certificate.read_text(), certified(tmp_path / "new")

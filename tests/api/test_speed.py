@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from jaxserve.api.app import create_app
-from jaxserve.cli.serving.http_server import Server
+from jaxserve.cli.http_server import Server
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.types.messages import Add, Outputs, ToEngine

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from jaxserve.cli.batches import batch_server
+from jaxserve.cli import batch as batch_server
 from jaxserve.cli.main import main
 from jaxserve.client import supervisor
 from jaxserve.client.async_engine import AsyncEngine

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from jaxserve import launch_server
-from jaxserve.cli.terminal.chat_shell import _Page, split_blocks
+from jaxserve.cli.chat import _Page, split_blocks
 from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
 from tests.waiting import LAST_RESORT

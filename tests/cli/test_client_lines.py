@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from jaxserve.cli.terminal.client_lines import LINES, agent_lines, client_line
+from jaxserve.cli.progress import LINES, agent_lines, client_line
 from jaxserve.text.tokenizer import Tokenizer
 from tests.api.fakes import DEMO, demo_info
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxserve.cli.options.cluster import first_node
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import first_node, load_config
 from jaxserve.errors import ConfigError
 
 LWS = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "jaxserve-0.jaxserve.default"}

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from jaxserve import system
-from jaxserve.cli.checks import device_findings
-from jaxserve.cli.checks import host_findings as host_checks
-from jaxserve.cli.checks.findings import Finding
-from jaxserve.cli.doctor import host_findings
+from jaxserve.cli import doctor as host_checks
+from jaxserve.cli import doctor_devices
+from jaxserve.cli.doctor import Finding, host_findings
 from jaxserve.config import Config
 from jaxserve.text.tokenizer import Tokenizer
 from tests.models.checkpoints import train_tokenizer
@@ -112,20 +111,20 @@ def test_a_server_without_store_or_cache_can_serve() -> None:
 
 def of_model(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[str, str]:
     """State and text of the finding about the model, without a check of kernels."""
-    monkeypatch.setattr(device_findings, "serving_cases", lambda *_, **keys: [])
-    monkeypatch.setattr(device_findings, "backend_names", lambda platform: [])
-    (found,) = (each for each in device_findings.findings(config) if each.check == "model")
+    monkeypatch.setattr(doctor_devices, "serving_cases", lambda *_, **keys: [])
+    monkeypatch.setattr(doctor_devices, "backend_names", lambda platform: [])
+    (found,) = (each for each in doctor_devices.findings(config) if each.check == "model")
     return found.state, found.text
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_backend_for_other_gpus_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of mosaic_gpu compile for compute capability 9.0 only, so on an L4 they are not tried."""
-    monkeypatch.setattr(device_findings, "serving_cases", lambda *_, **keys: [])
-    monkeypatch.setattr(device_findings, "attention_case", lambda backend, *_: backend.name)
-    monkeypatch.setattr(device_findings, "_numbers", lambda name, *_, **keys: [Finding("numbers", "ok", name)])
+    monkeypatch.setattr(doctor_devices, "serving_cases", lambda *_, **keys: [])
+    monkeypatch.setattr(doctor_devices, "attention_case", lambda backend, *_: backend.name)
+    monkeypatch.setattr(doctor_devices, "_numbers", lambda name, *_, **keys: [Finding("numbers", "ok", name)])
     l4: Any = SimpleNamespace(platform="gpu", devices=[SimpleNamespace(platform="gpu", compute_capability="8.9")])
-    found = list(device_findings._kernels(Config(), l4))
+    found = list(doctor_devices._kernels(Config(), l4))
     assert [finding.text for finding in found if finding.state == "ok"] == ["reference", "xla"]
     (other,) = (finding for finding in found if finding.state != "ok")
     assert other.state == "warn" and "needs a GPU of compute capability 9.0, not 8.9" in other.text
@@ -134,7 +133,7 @@ def test_a_backend_for_other_gpus_is_no_fault(monkeypatch: pytest.MonkeyPatch) -
 def test_the_weights_are_counted_as_they_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU those of a bfloat16 checkpoint stay bfloat16, so they fit where float32 would not."""
     size = sum(path.stat().st_size for path in Path(DEMO).glob("*.safetensors"))
-    monkeypatch.setattr(device_findings, "device_memory", lambda devices: int(1.5 * size))
+    monkeypatch.setattr(doctor_devices, "device_memory", lambda devices: int(1.5 * size))
     assert of_model(monkeypatch, Config())[0] == "ok"
     assert of_model(monkeypatch, Config.of(dtype="float32"))[0] == "bad"
 
@@ -179,19 +178,19 @@ def test_doctor_names_tokens_that_transformers_reads_otherwise(tmp_path: Path) -
     backend.add_special_tokens(["<|turn|>"])
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    [found] = device_findings.beside_transformers(tmp_path, Tokenizer.from_directory(tmp_path))
+    [found] = doctor_devices.beside_transformers(tmp_path, Tokenizer.from_directory(tmp_path))
     assert found.state == "ok" and "added tokens" in found.text
     other = Tokenizer.from_directory(tmp_path)
     other.backend.add_tokens(["<only here>"])
-    [found] = device_findings.beside_transformers(tmp_path, other)
+    [found] = doctor_devices.beside_transformers(tmp_path, other)
     assert found.state == "warn" and "'<only here>' is" in found.text and "there None" in found.text
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    [found] = device_findings.beside_transformers(tmp_path, other)
+    [found] = doctor_devices.beside_transformers(tmp_path, other)
     assert found.state == "warn" and "nothing is compared" in found.text
 
 
 def test_doctor_names_what_is_left_aside(tmp_path: Path) -> None:
     directory = copy_demo(tmp_path / "model")
     (directory / "adapter_model.safetensors").write_bytes(b"")
-    found = list(device_findings._model(Config.of(str(directory)), None))
+    found = list(doctor_devices._model(Config.of(str(directory)), None))
     assert ["adapter_model.safetensors is not read" in each.text for each in found if each.state == "warn"] == [True]

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from docgen.flags import reference
-from jaxserve.cli.options.flag_answers import Key, NoEffect, Refused
-from jaxserve.cli.options.flags import find_flag, key_flags, parse_flags
-from jaxserve.cli.options.foreign_flags import ROWS
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.foreign_flags import ROWS, Key, NoEffect, Refused
+from jaxserve.cli.options import find_flag, key_flags, load_config, parse_flags
 from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
 from tests.cli.peer_flags import EARLIER, SGLANG, VLLM

@@ -10,7 +10,7 @@ import pytest
 # After a large block is freed, glibc takes smaller ones from its heap. hblks is the number of blocks that are mapped.
 PROGRAM = """
 import ctypes, sys
-from jaxserve.cli.serving.heap import keep_heap_small
+from jaxserve.cli.http_server import keep_heap_small
 
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

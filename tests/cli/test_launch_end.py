@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from jaxserve.cli import main
+from jaxserve.cli.http_server import REPEATED, bind, check_certificates, on_signals
 from jaxserve.cli.launch import Launch
-from jaxserve.cli.serving.listening import REPEATED, bind, check_certificates, on_signals
 from jaxserve.client import supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError

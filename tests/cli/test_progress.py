@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxserve.cli.terminal.progress import FIRST_PHASE, LAST_PHASE, StartProgress, ready_card
+from jaxserve.cli.progress import FIRST_PHASE, LAST_PHASE, StartProgress, ready_card
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo
@@ -115,7 +115,7 @@ def test_a_phase_has_its_own_time(
 
 
 def test_when_a_process_began() -> None:
-    script = "import time; from jaxserve.cli.terminal.progress import command_began as f; print(f(), time.monotonic())"
+    script = "import time; from jaxserve.cli.progress import command_began as f; print(f(), time.monotonic())"
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     began, asked = map(float, done.stdout.split())

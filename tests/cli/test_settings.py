@@ -10,10 +10,9 @@ import yaml
 
 from docgen.configuration import reference
 from jaxserve.cli.config import dump
+from jaxserve.cli.http_server import warn_if_open
 from jaxserve.cli.main import main
-from jaxserve.cli.options.help import launch_help
-from jaxserve.cli.options.settings import load_config, validate
-from jaxserve.cli.serving.listening import warn_if_open
+from jaxserve.cli.options import launch_help, load_config, validate
 from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
 

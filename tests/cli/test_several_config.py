@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.cli.several import make_catalog
 from jaxserve.config import Config
 from jaxserve.config_types import reveal

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.api.process_group import GroupKeeper
-from jaxserve.cli.serving.workers import Workers
+from jaxserve.cli.workers import Workers
 from jaxserve.client import supervisor
 from jaxserve.client.async_engine import AsyncEngine, Load
 from jaxserve.config import Config

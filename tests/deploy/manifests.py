@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.config import Config
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from jaxserve.api.health import router
-from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.options import load_config
 from jaxserve.ray.settings import RaySettings
 from tests.api.conftest import LiveServer
 from tests.deploy import schemas

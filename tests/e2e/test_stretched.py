@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks.stretched import stretched
-from jaxserve.cli.serving.heap import keep_heap_small
+from jaxserve.cli.http_server import keep_heap_small
 from jaxserve.config import Config
 from tests.api.loop_meter import LoopMeter
 from tests.conftest import SMALL

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from jaxserve.api.app import create_app
-from jaxserve.cli.serving.http_server import Server, http_config
+from jaxserve.cli.http_server import Server, http_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config

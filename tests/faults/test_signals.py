@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import psutil
 
-from jaxserve.cli.serving.listening import REPEATED
+from jaxserve.cli.http_server import REPEATED
 from tests.faults.helpers import is_engine
 from tests.faults.launched import Launched
 from tests.waiting import LAST_RESORT, wait_until

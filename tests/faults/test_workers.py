@@ -60,7 +60,7 @@ def children(module: str) -> list[psutil.Process]:
 
 
 def workers() -> list[psutil.Process]:
-    return children("jaxserve.cli.serving.worker")
+    return children("jaxserve.cli.worker")
 
 
 def client(server: RunningServer, key: str = CLIENT) -> httpx2.Client:

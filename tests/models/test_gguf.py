@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxserve.api.sglang.weights import checked_directory
-from jaxserve.cli.checks import device_findings
+from jaxserve.cli import doctor_devices
 from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine, served_names
 from jaxserve.errors import ConfigError, InvalidValueError, ModelLoadError
@@ -160,7 +160,7 @@ def test_what_is_not_held_is_refused_by_name(tmp_path: Path) -> None:
     assert choose_quantization("int8", config, file) == "int8"
     demo = str(files("jaxserve") / "assets" / "demo")
     asked = Config.parse({"model": {"path": str(file), "tokenizer": demo, "quantization": "none"}})
-    assert [finding.state for finding in device_findings._model(asked, None)] == ["ok"]
+    assert [finding.state for finding in doctor_devices._model(asked, None)] == ["ok"]
     file, _ = written(tmp_path / "kept", "llama", "Q4_0", attn_v="Q8_0")
     with pytest.raises(ConfigError, match="has Q4_0 and Q8_0 of GGUF already"):
         choose_quantization("int8", read_config(file), file)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli.batches.offline_batch import OfflineBatch, run_offline, validate
+from jaxserve.cli.batch import OfflineBatch, run_offline, validate
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.store import BatchRecord

@@ -1,4 +1,4 @@
-"""A worker: `python -m jaxserve.cli.serving.worker`, started by workers.py. Serves HTTP on the main process's port.
+"""A worker: `python -m jaxserve.cli.worker`, started by workers.py. Serves HTTP on the main process's port.
 
 Reads what it is as one line of JSON from stdin. Stdin stays open as long as the main process lives; when it closes, the
 worker exits at once.
@@ -23,8 +23,7 @@ from fastapi import FastAPI
 from jaxserve.api.app import check_chat_template, create_app, warm_up
 from jaxserve.api.process_group import ProcessGroup
 from jaxserve.api.state import ServerState
-from jaxserve.cli.serving.heap import keep_heap_small
-from jaxserve.cli.serving.http_server import Server, http_config
+from jaxserve.cli.http_server import Server, http_config, keep_heap_small
 from jaxserve.client.relay import RelayLink, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.log import configure_logging

@@ -1,9 +1,13 @@
-"""The listening socket of a server, its certificate, its address, and the signals that end it."""
+"""uvicorn with this server's settings, its listening socket, certificate and address, and the signals that end it.
+
+The allocator of the process is told that large bodies must not leave its heap full of holes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import datetime
 import errno
 import logging
@@ -16,8 +20,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import uvicorn
+from fastapi import FastAPI
+
+from jaxserve.api.http.browser_guard import guarded
+from jaxserve.api.http.connection import limited_protocol
 from jaxserve.config import ServerSection
 from jaxserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the kernel queues
 REPEATED = 0.2  # seconds
@@ -27,8 +38,6 @@ _BIND_FIXES = {
     errno.EADDRNOTAVAIL: "choose another --host: this machine has no such address",
     errno.EACCES: "choose another --port: one below 1024 needs a permission",
 }
-
-logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -169,3 +178,66 @@ def on_signals(act: Callable[[signal.Signals], None]) -> None:
         numbers.append(signal.SIGHUP)
     for number in numbers:
         asyncio.get_running_loop().add_signal_handler(number, first, number)
+
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # names of mallopt(3)
+_ARENAS = 2
+_MAPPED_BYTES = 1 << 20
+
+
+def keep_heap_small() -> None:
+    """Give back the memory of large bodies. Call it before other threads are there. Has no effect without glibc.
+
+    glibc keeps a heap for each thread, and after the first large block is freed it takes blocks of up to 32 MiB from
+    these heaps. After this call blocks of a megabyte are mapped, and unmapped when they are freed. After 2,000 requests
+    of `tests/e2e/test_stretched.py`, 171 MiB of the heaps were free without this, and 32 MiB with it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, _ARENAS)
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+CERTIFICATE_INTERVAL = 10  # seconds between two looks whether the certificate's files have changed
+KEEP_ALIVE = 75  # seconds; longer than the 60 s of common proxies, so that they close first
+
+
+def http_config(
+    app: FastAPI, section: ServerSection, graceful_shutdown: int = 5, unix_socket: str | None = None
+) -> uvicorn.Config:
+    """Return uvicorn's settings. graceful_shutdown: seconds that open responses have when it stops
+
+    unix_socket: path of a socket of this machine to serve instead of a port, without TLS
+    """
+    uses_tls = section.ssl_certfile is not None and unix_socket is None
+    config = uvicorn.Config(
+        guarded(app, section) if unix_socket is None else app,
+        uds=unix_socket,
+        http=limited_protocol(section),
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=graceful_shutdown,
+        ssl_keyfile=section.ssl_keyfile if uses_tls else None,
+        ssl_certfile=section.ssl_certfile if uses_tls else None,
+        timeout_notify=CERTIFICATE_INTERVAL,
+    )
+    if uses_tls:
+        certificate = Certificate(section)
+
+        async def look() -> None:
+            assert config.ssl is not None
+            certificate.look(config.ssl)
+
+        config.callback_notify = look
+    return config
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers. The process's main function handles signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

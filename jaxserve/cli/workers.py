@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from jaxserve.api.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
-from jaxserve.cli.serving.worker import WorkerStart
+from jaxserve.cli.worker import WorkerStart
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.relay import Relay, Relays
 from jaxserve.client.supervisor import DUMP_TIME, LOOK_INTERVAL, Restarts
@@ -102,7 +102,7 @@ class Workers:
         with there:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *python_command("jaxserve.cli.serving.worker"),
+                    *python_command("jaxserve.cli.worker"),
                     env=child_environment(),
                     stdin=asyncio.subprocess.PIPE,
                     start_new_session=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.cli.checks.findings import Finding, examined
+from jaxserve.cli.doctor import Finding, examined
 from jaxserve.config import Config
 from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError

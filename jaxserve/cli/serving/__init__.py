@@ -1,1 +1,0 @@
-"""What every server needs around its application: socket, certificate, signals, uvicorn, and worker processes."""
