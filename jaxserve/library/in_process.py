@@ -34,7 +34,7 @@ from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import InvalidValueError
-from jaxserve.library.loop_thread import LoopThread
+from jaxserve.library.serving import LoopThread
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import make_tracing
 from jaxserve.text.detokenizer import RequestOutput

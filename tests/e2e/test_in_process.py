@@ -27,8 +27,7 @@ from jaxserve.errors import (
     UnsupportedParameterError,
 )
 from jaxserve.library import serving
-from jaxserve.library.loop_thread import LoopThread
-from jaxserve.library.serving import RunningServer
+from jaxserve.library.serving import LoopThread, RunningServer
 from tests.conftest import ONE_ROW, SMALL
 
 README = Path(__file__).parents[2] / "README.md"
