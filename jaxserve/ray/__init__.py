@@ -1,6 +1,6 @@
 """jaxserve under Ray Serve: `serve run configs/ray.yaml` imports `jaxserve.ray:build_app`.
 
-Nothing else of jaxserve imports this folder. Ray itself is imported by deployments.py, router.py and metric_export.py.
+Nothing else of jaxserve imports this folder. Ray itself is imported by deployments.py.
 """
 
 from __future__ import annotations

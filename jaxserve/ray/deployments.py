@@ -1,25 +1,35 @@
-"""The two deployments of an application: an ingress that reads requests, and engines that answer them.
-
-    Serve's proxy -> Ingress: reads the body -> PrefixRouter -> Engine: the FastAPI application, an engine process
-
-A replica of the engine's deployment is one engine with its supervisor. If the engine's process dies, the replica stays
-and its requests are replayed, as under `jaxserve launch`. An engine over several hosts has more actors (group.py).
-"""
+"""The application under Ray Serve: HTTP ingress, groups of hosts, routing by prefixes, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ray import serve  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
-from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
-    BackPressureError,
-    DeploymentUnavailableError,
+import msgspec
+from prometheus_client import CollectorRegistry
+from ray import (
+    kill,  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    remote,  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    serve,  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 )
+from ray.exceptions import (
+    RayActorError,  # pyright: ignore[reportMissingImports]
+    RayError,  # pyright: ignore[reportMissingImports]
+)
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.metrics import Gauge  # pyright: ignore[reportMissingImports]
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.util import get_current_placement_group, get_node_ip_address, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 from starlette._utils import get_route_path
 from starlette.requests import Request
 from starlette.types import Message
@@ -27,10 +37,11 @@ from starlette.types import Message
 from jaxserve.api.app import check_chat_template, create_app, warm_up
 from jaxserve.cli.options import load_config
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.errors import EngineDeadError, NotReadyError, QueueFullError
+from jaxserve.client.link import FollowerKeeper
+from jaxserve.config import Config
+from jaxserve.engine.hosts.agreement import free_port
+from jaxserve.errors import ConfigError, EngineDeadError, NotReadyError, QueueFullError
 from jaxserve.log import configure_logging
-from jaxserve.ray.group import Group
-from jaxserve.ray.metric_export import MetricExport
 from jaxserve.ray.relay import (
     Parts,
     RelayedAnswer,
@@ -41,6 +52,122 @@ from jaxserve.ray.relay import (
     with_allowed_hosts,
 )
 from jaxserve.ray.settings import RaySettings
+from jaxserve.routing.router import MAX_RATIO, MAX_SPREAD, PrefixHolders
+from jaxserve.telemetry.metrics import read_families
+from jaxserve.transport.socket_directory import SocketDirectory
+
+LOOPBACK = "127.0.0.1"
+FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
+
+
+class FollowerActor:
+    """One host that is not the leader. words: flags of `jaxserve launch`; this process's environment is read too"""
+
+    def __init__(self, words: Sequence[str], rank: int, leader: str, key: str) -> None:
+        """leader: HOST:PORT. key: of the group"""
+        config = load_config(words, os.environ)
+        configure_logging(config.logging)
+        self._directory = SocketDirectory()
+        self._keeper = FollowerKeeper(group_config(config, self._directory.path, leader, key, rank))
+
+    async def follow(self) -> str:
+        """Follow as long as this actor lives. Returns why this host cannot, if it cannot."""
+        try:
+            await self._keeper.run()
+        except ConfigError as error:
+            return f"{error}; {error.fix}" if error.fix else str(error)
+        return "it ended"
+
+
+def group_config(config: Config, directory: Path, leader: str, key: str, rank: int) -> Config:
+    """Return the configuration of one host. directory: a private one, for the file with the key"""
+    file = directory / "key"
+    file.touch(mode=0o600)
+    file.write_text(key)
+    own = {"host_rank": rank, "leader_address": leader, "leader_port": None, "cluster": "none"}
+    return config.replace(mesh=own | {"group_key_file": str(file)})
+
+
+class Group:
+    """The followers of the engine in this replica. config: of its leader. options: of each follower's actor"""
+
+    def __init__(self, words: Sequence[str], config: Config, options: Sequence[dict[str, Any]]) -> None:
+        """Start the actors. Waits for Ray. Raises ConfigError."""
+        placement = get_current_placement_group()
+        nodes = placement_group_table(placement)["bundles_to_node_id"]
+        host = LOOPBACK if len(set(nodes.values())) == 1 else get_node_ip_address()
+        leader, key = f"{host}:{free_port(host)}", secrets.token_hex(32)
+        self._directory = SocketDirectory()
+        self.config = group_config(config, self._directory.path, leader, key, 0)
+        self._actors: list[Any] = []
+        for rank, resources in enumerate(options, 1):
+            place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
+            actor = remote(FollowerActor).options(**resources, **FOR_EVER, scheduling_strategy=place)
+            self._actors.append(actor.remote(words, rank, leader, key))
+        self._ends = [actor.follow.remote() for actor in self._actors]
+        self._failures: list[asyncio.Task[str]] = []
+
+    async def start(self, engine: Awaitable[None]) -> None:
+        """Wait for the start of the engine. Raises ConfigError if a host cannot follow."""
+        self._failures = [asyncio.create_task(_reason(rank, end)) for rank, end in enumerate(self._ends, 1)]
+        starting = asyncio.ensure_future(engine)
+        await asyncio.wait([starting, *self._failures], return_when=asyncio.FIRST_COMPLETED)
+        if self.failure is not None:
+            starting.cancel()
+            raise ConfigError(self.failure)
+        await starting
+
+    @property
+    def failure(self) -> str | None:
+        """Why a host cannot follow any more; None if all can."""
+        return next((each.result() for each in self._failures if each.done() and not each.cancelled()), None)
+
+    def close(self) -> None:
+        """End all actors, and so their engine processes."""
+        for task in self._failures:
+            task.cancel()
+        for actor in self._actors:
+            kill(actor)
+        self._directory.remove()
+
+
+async def _reason(rank: int, end: Awaitable[str]) -> str:
+    """Wait for the end of a follower. Returns why."""
+    try:
+        return f"host {rank} cannot follow: {await end}"
+    except RayError as error:
+        return f"host {rank} is lost: {error}"
+
+
+INTERVAL = 5.0  # seconds; Ray's agent collects at this rate
+
+
+class MetricExport:
+    """Writes every sample as a gauge of Serve, which adds deployment and replica as tags. Buckets keep their `le`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._gauges: dict[str, Gauge] = {}
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            self.write()
+            await asyncio.sleep(INTERVAL)
+
+    def write(self) -> None:
+        """Write the current values once."""
+        for family in read_families(self._registry):
+            for name, labels, value in family["samples"]:
+                if family["name"].startswith("jaxserve:") and not name.endswith("_created"):
+                    self._gauge(name, family["text"], labels).set(value, tags=labels)
+
+    def _gauge(self, name: str, text: str, labels: dict[str, str]) -> Gauge:
+        if name not in self._gauges:
+            plain = re.sub(r"\W", "_", name)
+            self._gauges[name] = Gauge(plain, description=text, tag_keys=tuple(labels))
+        return self._gauges[name]
+
 
 NO_STORE = "Under Ray Serve there is no store: what one replica stored would be unknown to the others."
 
@@ -149,3 +276,185 @@ class Ingress:
             raise NotReadyError("No engine runs. The controller's log says why.") from None
         finally:
             parts.cancel()
+
+
+BLOCK_BYTES = 64  # bytes of text, about a page of 16 tokens
+MAX_PROMPT = 128 * 1024  # bytes of a prompt that are compared
+MAX_BLOCKS = 128 * 1024  # most blocks that are remembered: 8 MiB of text
+
+
+class _Prompt(msgspec.Struct):
+    """The parts of a body that a prompt is made of, in the order of templates. Each is left as its JSON text."""
+
+    cache_salt: msgspec.Raw = msgspec.Raw()
+    extra_key: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    input_ids: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    query: msgspec.Raw = msgspec.Raw()
+
+
+_PROMPT = msgspec.json.Decoder(_Prompt)
+
+
+def prompt_blocks(body: bytes) -> list[int]:
+    """Name the blocks of a request's prompt; none if the body is no JSON object or has no prompt.
+
+    The JSON text of a conversation is the beginning of that of its next turn.
+    """
+    try:
+        found = _PROMPT.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return []
+    text = b"\0".join(bytes(getattr(found, name)) for name in _Prompt.__struct_fields__)
+    name, names = 0, []
+    for start in range(0, min(len(text), MAX_PROMPT) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        name = hash((name, text[start : start + BLOCK_BYTES]))
+        names.append(name)
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class RayReplicaLoad:
+    """What a replica says of its load.
+
+    is_ready: whether its engine accepts requests. num_requests: that run or wait there
+    """
+
+    is_ready: bool
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """When a known prefix decides and when the load does.
+
+    imbalanced_threshold, imbalanced_ratio: if the most loaded replica exceeds the least loaded one by both, the load
+    decides alone. match_rate_threshold: share of the prompt from which on its replica is preferred
+    """
+
+    imbalanced_threshold: float = MAX_SPREAD
+    imbalanced_ratio: float = MAX_RATIO
+    match_rate_threshold: float = 0.5
+
+    def rank(self, loads: Mapping[str, RayReplicaLoad], matched: Mapping[str, int], num_blocks: int) -> list[str]:
+        """Order the replicas, best first. matched: leading blocks of the prompt that each of them has seen
+
+        Among equals the order of `loads` stays.
+        """
+        requests = [load.num_requests for load in loads.values() if load.is_ready]
+        least, most = min(requests, default=0), max(requests, default=0)
+        is_uneven = most - least > self.imbalanced_threshold and most > self.imbalanced_ratio * least
+        share = {name: matched.get(name, 0) / num_blocks if num_blocks else 0.0 for name in loads}
+
+        def cost(name: str) -> tuple[bool, bool, float]:
+            known = 0.0 if is_uneven else share[name]
+            is_home = known >= self.match_rate_threshold and known == max(share.values())
+            return not loads[name].is_ready, not is_home, loads[name].num_requests - known
+
+        return sorted(loads, key=cost)
+
+
+class PrefixMap:
+    """The blocks that each replica has seen. The least recently used are forgotten."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._seen: PrefixHolders[int] = PrefixHolders()
+        self._used: OrderedDict[int, None] = OrderedDict()  # the blocks, the least recently used first
+        self._numbers: dict[str, int] = {}  # of the replicas
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def add(self, blocks: Sequence[int], replica: str) -> None:
+        """Remember that `replica` computes these blocks. The first ones of a prompt are forgotten last."""
+        blocks = blocks[: self._max_blocks]
+        self._seen.add(self._number(replica), blocks)
+        for block in reversed(blocks):
+            self._used[block] = None
+            self._used.move_to_end(block)
+        while len(self._used) > self._max_blocks:
+            self._seen.drop(self._used.popitem(last=False)[0])
+
+    def _number(self, replica: str) -> int:
+        """Return the number of a replica; a new one gets the least that is free."""
+        if replica not in self._numbers:
+            taken = set(self._numbers.values())
+            self._numbers[replica] = next(number for number in itertools.count() if number not in taken)
+        return self._numbers[replica]
+
+    def matched(self, blocks: Sequence[int], replicas: Iterable[str]) -> dict[str, int]:
+        """Count the leading blocks that each of the replicas has seen."""
+        names = list(replicas)
+        known = [self._numbers[name] for name in names if name in self._numbers]
+        found = self._seen.match(blocks, known)
+        return {name: found.get(self._numbers.get(name, -1), 0) for name in names}
+
+    def forget(self, replica: str) -> None:
+        """Forget what a replica that has ended had seen."""
+        if replica in self._numbers:
+            self._seen.forget(self._numbers.pop(replica))
+            self._used = OrderedDict((block, None) for block in self._used if block in self._seen)
+
+
+class PrefixRouter(RequestRouter):
+    """Ranks the replicas of an engine's deployment for each request."""
+
+    def initialize_state(self, *, max_blocks: int = MAX_BLOCKS, **rule: float) -> None:
+        """Called by Ray once. Raises TypeError for a keyword that RoutingRule has not."""
+        self._rule = RoutingRule(**rule)
+        self._prefixes = PrefixMap(max_blocks)
+        self._num_routed: dict[str, int] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the candidates one by one; Ray takes the first whose queue is not full."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # between two rounds in which all were full
+        blocks = _blocks_of(pending_request)
+        by_name = {_name(each.replica_id): each for each in candidate_replicas}
+        fewest_first = sorted(by_name, key=lambda name: self._num_routed.get(name, 0))
+        loads = {name: self._load(by_name[name]) for name in fewest_first}
+        matched = self._prefixes.matched(blocks, by_name)
+        return [[by_name[name]] for name in self._rule.rank(loads, matched, len(blocks))]
+
+    def _load(self, replica: RunningReplica) -> RayReplicaLoad:
+        """Return the replica's load: what this router has sent there, or the replica's own count if that is more."""
+        own = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        said: dict[str, Any] = replica.routing_stats or {}
+        return RayReplicaLoad(bool(said.get("is_ready", True)), max(own, int(said.get("num_requests", 0))))
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        name = _name(replica_id)
+        self._num_routed[name] = self._num_routed.get(name, 0) + 1
+        self._prefixes.add(_blocks_of(pending_request), name)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._forget(_name(replica_id))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        gone = {_name(each) for each in self.curr_replicas} - {_name(each.replica_id) for each in replicas}
+        super().update_replicas(replicas)
+        for name in gone:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._num_routed.pop(name, None)
+        self._prefixes.forget(name)
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return replica_id.unique_id
+
+
+def _blocks_of(pending: PendingRequest | None) -> list[int]:
+    request = pending.args[0] if pending is not None and pending.args else None
+    return prompt_blocks(request.body) if isinstance(request, RelayedRequest) else []
