@@ -16,9 +16,7 @@ import json
 import statistics
 from typing import Any
 
-from jaxserve.bench.load import LoadTarget, find_model, root_url, run_load
-from jaxserve.bench.report import environment
-from jaxserve.bench.workload import LoadRequest, random_workload
+from jaxserve.bench.load import LoadRequest, LoadTarget, environment, find_model, random_workload, root_url, run_load
 from jaxserve.errors import ConfigError
 
 HEADER = "| server | long prompts | short alone, ms | behind them, ms | least | greatest |\n|---|---|---|---|---|---|"

@@ -25,9 +25,18 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from jaxserve.bench.load import LoadTarget, Timing, find_model, root_url, run_load
-from jaxserve.bench.report import environment
-from jaxserve.bench.workload import LoadRequest, poisson, random_prompt, random_workload
+from jaxserve.bench.load import (
+    LoadRequest,
+    LoadTarget,
+    Timing,
+    environment,
+    find_model,
+    poisson,
+    random_prompt,
+    random_workload,
+    root_url,
+    run_load,
+)
 from jaxserve.scheduler.background import ONLINE_MEMORY
 
 SETTLE_SECONDS = 3.0  # from the start of a batch to the measurement

@@ -30,9 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
-from jaxserve.bench.load import LoadTarget, find_model, run_load
-from jaxserve.bench.report import LoadReport, environment, summarize
-from jaxserve.bench.workload import random_workload
+from jaxserve.bench.load import LoadReport, LoadTarget, environment, find_model, random_workload, run_load, summarize
 from jaxserve.errors import ConfigError
 from jaxserve.transport.child import child_environment, python_command
 

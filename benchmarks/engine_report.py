@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import engine as engine_costs
-from jaxserve.bench.report import write_json
+from jaxserve.bench.load import write_json
 from jaxserve.cli.bench import launch_flags
 from jaxserve.cli.options import load_config
 from jaxserve.engine.engine import TextEngine

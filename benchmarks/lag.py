@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks.held import read_samples, read_slow
 from benchmarks.lag_engine import DIRECTORY
 from benchmarks.stretched import Stretched, stretched
-from jaxserve.bench.report import environment
+from jaxserve.bench.load import environment
 
 P999, MOST = 50.0, 250.0  # milliseconds
 ROOT = Path(__file__).parent.parent  # import path of this folder, also for the server's processes

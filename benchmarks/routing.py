@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.bench.workload import trace_rows
+from jaxserve.bench.load import trace_rows
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.routing.router import ReplicaLoad, Router
 from jaxserve.types.sampling import SamplingParams

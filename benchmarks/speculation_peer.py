@@ -27,8 +27,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.compare import Server, jaxserve_server, running, vllm_server
 from benchmarks.make_model import Shape, make_model
 from benchmarks.speculation import Text, texts
-from jaxserve.bench.load import LoadTarget, find_model, run_load
-from jaxserve.bench.workload import LoadRequest
+from jaxserve.bench.load import LoadRequest, LoadTarget, find_model, run_load
 from jaxserve.text.tokenizer import Tokenizer
 
 FIRST_ID = 300  # the ids below are the tokenizer's special ones

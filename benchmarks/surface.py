@@ -28,7 +28,7 @@ from typing import TypeVar
 import orjson
 
 from benchmarks.compare import WAITING, Server, running
-from jaxserve.bench.report import write_json
+from jaxserve.bench.load import write_json
 from jaxserve.engine.engine import TextEngine
 from jaxserve.grammar.translate import schema_spec
 from jaxserve.transport.child import child_environment, python_command

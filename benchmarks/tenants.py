@@ -23,8 +23,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from jaxserve.bench.load import find_model, root_url
-from jaxserve.bench.report import environment
+from jaxserve.bench.load import environment, find_model, root_url
 
 PAUSE = 0.05  # seconds between two short requests: a tenant that takes less than its share
 

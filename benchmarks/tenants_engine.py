@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.report import environment
+from jaxserve.bench.load import environment
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import build_engine

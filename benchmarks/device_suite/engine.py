@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.device_suite.kernels import machine_of
 from benchmarks.device_suite.models import PAGE, compile_cache, model_directory
 from benchmarks.device_suite.rows import Bench, Row
+from jaxserve.bench.load import random_workload
 from jaxserve.bench.offline import run_offline
-from jaxserve.bench.workload import random_workload
 from jaxserve.engine.engine import TextEngine
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit

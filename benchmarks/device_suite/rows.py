@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxserve.bench.report import environment
+from jaxserve.bench.load import environment
 
 Row = dict[str, Any]
 Cell = Callable[[], Row]

@@ -24,8 +24,7 @@ from urllib.error import URLError
 
 from benchmarks.device_suite.models import compile_cache, limits, model_directory
 from benchmarks.device_suite.rows import ERROR_CHARS, Bench, Row
-from jaxserve.bench.load import LoadTarget, Timing, run_load
-from jaxserve.bench.workload import LoadRequest, random_workload
+from jaxserve.bench.load import LoadRequest, LoadTarget, Timing, random_workload, run_load
 
 START_LIMIT = 300.0  # seconds of a cold start, which compiles forty programs
 CLIENTS = 8  # processes

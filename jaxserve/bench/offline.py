@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from jaxserve.bench.workload import LoadRequest
+from jaxserve.bench.load import LoadRequest
 from jaxserve.engine.engine import TextEngine
 from jaxserve.types.messages import EngineStats
 from jaxserve.types.sampling import SamplingParams

@@ -13,18 +13,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from jaxserve.bench.load import LoadTarget, Timing, find_model, root_url, run_load
-from jaxserve.bench.offline import run_offline
-from jaxserve.bench.plot import check_plot, plot
-from jaxserve.bench.report import summarize, table, write_json
-from jaxserve.bench.workload import (
+from jaxserve.bench.load import (
     LoadRequest,
+    LoadTarget,
+    Timing,
     dataset_workload,
+    find_model,
     poisson,
     random_workload,
+    root_url,
+    run_load,
+    summarize,
+    table,
     trace_workload,
     warm_up_workload,
+    write_json,
 )
+from jaxserve.bench.offline import run_offline
+from jaxserve.bench.plot import check_plot, plot
 from jaxserve.cli.options import api_key, at_least, load_config, positive, share
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import ConfigError

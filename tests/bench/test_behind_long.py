@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks import behind_long
 from benchmarks.behind_long import first_token_seconds, requests_of
-from jaxserve.bench.load import LoadTarget
-from jaxserve.bench.workload import LoadRequest
+from jaxserve.bench.load import LoadRequest, LoadTarget
 from jaxserve.errors import ConfigError
 
 OPTIONS = argparse.Namespace(vocab_size=1000, short_len=8, short_output=3, long_len=100, after=0.2)

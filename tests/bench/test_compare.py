@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.floors import Machine, ModelSize
-from jaxserve.bench.report import LoadReport, Spread
+from jaxserve.bench.load import LoadReport, Spread
 
 OPTIONS = argparse.Namespace(input_len=10, output_len=4, rounds=2, concurrency=[1, 8])
 

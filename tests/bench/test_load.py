@@ -4,9 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxserve.bench.load import LoadTarget, Timing, find_model, run_load
-from jaxserve.bench.report import summarize, table
-from jaxserve.bench.workload import LoadRequest
+from jaxserve.bench.load import LoadRequest, LoadTarget, Timing, find_model, run_load, summarize, table
 from jaxserve.errors import ConfigError
 
 from .conftest import Handler

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench.workload import dataset_workload, poisson, random_workload, trace_workload, warm_up_workload
+from jaxserve.bench.load import dataset_workload, poisson, random_workload, trace_workload, warm_up_workload
 from jaxserve.errors import ConfigError
 
 
