@@ -64,3 +64,9 @@ def test_the_readme_counts_the_clients_of_the_table() -> None:
     rows = re.findall(r"^\| [^|]+ \((?:PyPI|npm)\) \| [\d.]+ \|", table, re.MULTILINE)
     readme = re.search(r"(\d+)\s+clients work unmodified", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert readme is not None and int(readme[1]) == len(rows)
+
+
+def test_an_entry_of_the_changelog_is_one_short_line() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("## [Unreleased]")[2].splitlines()
+    entries = [line for line in lines if line and not line.startswith("#")]
+    assert [line for line in entries if not line.startswith("- ") or len(line) > 140] == []
