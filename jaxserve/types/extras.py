@@ -1,7 +1,7 @@
 """Extra outputs per token, which few requests ask for: what a request asks for, what a step yields, what is sent.
 
 The runtime makes a StepExtras, the scheduler turns it into the TokenExtras of each request, and the writers of
-api/respond read these. Everything between passes them on whole. A new extra output is a field of these classes.
+the answers of api read these. Everything between passes them on whole. A new extra output is a field of these classes.
 """
 
 from __future__ import annotations
