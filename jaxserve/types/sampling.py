@@ -54,7 +54,8 @@ class ThinkingForm(msgspec.Struct, frozen=True, kw_only=True):
     """How an output thinks.
 
     family: name of a reasoning format of text/output_parser.py, or "harmony". inside: the prompt ends inside the
-    thinking. calls: name of the format of tool calls. tools: names of the request's tools; a call of one also ends the thinking
+    thinking. calls: name of the format of tool calls. tools: names of the request's tools; a call of one also ends
+    the thinking
     """
 
     family: str
