@@ -372,7 +372,7 @@ class WeightsUpdated(Success):
     num_paused_requests: int
 
 
-class Facts(BaseModel):
+class ServerInfo(BaseModel):
     """An object whose keys may grow in later versions."""
 
     model_config = ConfigDict(extra="allow")

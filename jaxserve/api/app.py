@@ -15,6 +15,7 @@ from starlette.types import Lifespan
 from jaxserve.api import health, page
 from jaxserve.api.anthropic import routes as anthropic
 from jaxserve.api.batch.runner import batches_running, install_batches
+from jaxserve.api.encryption import Encryption, encryption_key
 from jaxserve.api.http.errors import install_error_handlers
 from jaxserve.api.http.forward import ForwardToMain
 from jaxserve.api.http.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
@@ -29,7 +30,6 @@ from jaxserve.api.responses import stored_routes as stored_responses
 from jaxserve.api.responses.background import install_responses, responses_running
 from jaxserve.api.schemas import ANSWERS, BODIES
 from jaxserve.api.scoring import routes as scoring
-from jaxserve.api.sealing import Seal, sealing_key
 from jaxserve.api.sglang import routes as sglang
 from jaxserve.api.sglang import weights
 from jaxserve.api.state import EngineProtocol, ServerState, check_template, check_vocabulary
@@ -70,10 +70,10 @@ def create_app(
     Raises ConfigError if the name of a parser is unknown.
     """
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
-    key = group.sealing_key if group is not None else b""
-    seal = Seal(key or sealing_key(store.directory if store is not None else None))
+    key = group.encryption_key if group is not None else b""
+    encryption = Encryption(key or encryption_key(store.directory if store is not None else None))
     state = ServerState(
-        engine, config, metrics or Metrics(), make_tracing(config.logging), store, seal=seal, group=group
+        engine, config, metrics or Metrics(), make_tracing(config.logging), store, encryption=encryption, group=group
     )
     if group is None or not group.is_worker:
         _watch(state)

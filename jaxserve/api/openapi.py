@@ -23,7 +23,7 @@ _REF = "#/components/schemas/{model}"
 
 
 def documented(
-    answer: type[BaseModel] = answers.Facts,
+    answer: type[BaseModel] = answers.ServerInfo,
     *,
     body: type[BaseModel] | None = None,
     events: type[BaseModel] | None = None,

@@ -24,16 +24,16 @@ _WAIT = len(COUNTS)  # column of a key after its counts: seconds until it may se
 _A_KEY = len(COUNTS) + 1
 
 
-class Elsewhere(Exception):
+class NeedsMainProcessError(Exception):
     """Only the main process can answer this request. Raised before any of the answer has been sent."""
 
 
-class SessionsElsewhere(Sessions):
+class SessionsInMainProcess(Sessions):
     """The sessions as a worker sees them: the main process has them."""
 
     def context(self, *_: Any, **__: Any) -> list[int]:
-        """Raises Elsewhere."""
-        raise Elsewhere
+        """Raises NeedsMainProcessError."""
+        raise NeedsMainProcessError
 
 
 class Peers(Protocol):
@@ -57,13 +57,13 @@ def num_columns(num_keys: int) -> int:
 class ProcessGroup:
     """One process of the group. row: its row
 
-    main_socket: of the main process; empty in it. sealing_key: of all processes
+    main_socket: of the main process; empty in it. encryption_key: of all processes
     """
 
     board: Board
     row: int
     main_socket: str = ""
-    sealing_key: bytes = b""
+    encryption_key: bytes = b""
 
     @property
     def is_worker(self) -> bool:

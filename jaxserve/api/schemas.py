@@ -75,7 +75,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
         answers.MemoryState,
         answers.WeightRows,
         answers.WeightsUpdated,
-        answers.Facts,
+        answers.ServerInfo,
         answers.SessionId,
     ),
     *(answers.AnthropicError, answers.AnthropicMessage, answers.AnthropicMessageEvent, answers.TokenCount),

@@ -20,9 +20,9 @@ from typing import Any, Protocol, Unpack
 from starlette.requests import Request
 
 from jaxserve.api.body_cost import BodyLimits, BodySum
+from jaxserve.api.encryption import Encryption, encryption_key
 from jaxserve.api.keys import Caller, KeyUsages
-from jaxserve.api.process_group import Peers, ProcessGroup, SessionsElsewhere
-from jaxserve.api.sealing import Seal, sealing_key
+from jaxserve.api.process_group import Peers, ProcessGroup, SessionsInMainProcess
 from jaxserve.api.sessions import Sessions
 from jaxserve.api.unread import UnreadStreams
 from jaxserve.api.work_pool import SizedPools, TextEncoder, TextWork, TokenTexts, Waiting, WorkPool
@@ -233,7 +233,7 @@ class ServerState:
     )
     live: LiveRequests = field(default_factory=LiveRequests)
     sessions: Sessions = field(default_factory=Sessions)
-    seal: Seal = field(default_factory=lambda: Seal(sealing_key(None)))
+    encryption: Encryption = field(default_factory=lambda: Encryption(encryption_key(None)))
     has_told_claude: bool = False
     _template_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     startup_error: Exception | None = None  # why the application could not start
@@ -245,7 +245,7 @@ class ServerState:
         if self.group is not None:
             self.bodies = self.group.bodies()
             self.live = LiveRequests(self.group.count_running)
-            self.sessions = SessionsElsewhere() if self.group.is_worker else self.sessions
+            self.sessions = SessionsInMainProcess() if self.group.is_worker else self.sessions
 
     @property
     def num_running(self) -> int:

@@ -24,8 +24,8 @@ from pathlib import Path
 import uvloop
 
 from jaxserve.api.app import check_chat_template, create_app, stop_background, warm_up
+from jaxserve.api.encryption import encryption_key
 from jaxserve.api.process_group import GroupKeeper
-from jaxserve.api.sealing import sealing_key
 from jaxserve.cli.http_server import Server, bind, check_certificates, http_config, keep_heap_small, on_signals, url_of
 from jaxserve.cli.progress import LAST_PHASE, StartProgress, command_began, show_ready
 from jaxserve.cli.workers import Workers
@@ -111,7 +111,7 @@ class Launch:
         self._server = Server(http_config(self._app, config.server, unix_socket=main_socket))
 
     def _make_workers(self) -> Workers:
-        key = sealing_key(self._store.directory if self._store is not None else None)
+        key = encryption_key(self._store.directory if self._store is not None else None)
         return Workers(self._config, self.engine, self._listener, key)
 
     @property

@@ -24,7 +24,7 @@ from jaxserve.config import DEFAULT_STORE, Config, ModelEntry, StoreSection, own
 from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.app import create_front
-from jaxserve.front.residents import Catalog, ModelPlan, Residents
+from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
 from jaxserve.transport.socket_directory import SocketDirectory
 from jaxserve.version import __version__
 
@@ -115,11 +115,11 @@ class _Front:
         """Serve until a signal. Raises UnexpectedEndError for any other end."""
         on_signals(self._on_signal)
         directory = SocketDirectory()
-        residents = Residents(self._catalog, self._config.models, self._config.server, directory.path)
-        server = Server(http_config(create_front(residents, self._config), self._config.server))
+        loaded_models = LoadedModels(self._catalog, self._config.models, self._config.server, directory.path)
+        server = Server(http_config(create_front(loaded_models, self._config), self._config.server))
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
-        tasks = (http, asyncio.create_task(residents.run()), asyncio.create_task(self._stop.wait()))
-        ready = asyncio.create_task(self._show_ready(residents))
+        tasks = (http, asyncio.create_task(loaded_models.run()), asyncio.create_task(self._stop.wait()))
+        ready = asyncio.create_task(self._show_ready(loaded_models))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -129,15 +129,15 @@ class _Front:
             return 0
         finally:
             ready.cancel()
-            await residents.stop()
+            await loaded_models.stop()
             server.should_exit = True
             tasks[1].cancel()
             await asyncio.gather(*tasks[:2], return_exceptions=True)
             directory.remove()
 
-    async def _show_ready(self, residents: Residents) -> None:
-        await residents.started.wait()
-        rows = [f"model       {each.plan.name} ({each.state})" for each in residents.all]
+    async def _show_ready(self, loaded_models: LoadedModels) -> None:
+        await loaded_models.started.wait()
+        rows = [f"model       {each.plan.name} ({each.state})" for each in loaded_models.all]
         url = url_of(self._listener, self._config.server)
         print("\n".join(["jaxserve is ready", f"URL         {url}/v1", *rows]), flush=True)
 

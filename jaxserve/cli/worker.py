@@ -48,7 +48,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     board: int
     board_shape: tuple[int, int]
     main_socket: str
-    sealing_key: bytes
+    encryption_key: bytes
     seed: int
 
 
@@ -59,7 +59,7 @@ class Worker:
     """One run of a worker."""
 
     def __init__(self, start: WorkerStart, config: Config) -> None:
-        group = ProcessGroup(Board(start.board, *start.board_shape), start.row, start.main_socket, start.sealing_key)
+        group = ProcessGroup(Board(start.board, *start.board_shape), start.row, start.main_socket, start.encryption_key)
         methods = {
             "prepare": self._prepare,
             "finish": self._finish,

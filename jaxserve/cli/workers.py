@@ -42,7 +42,7 @@ class Workers:
     listener: they accept its connections. main_socket: where the main process serves what they forward
     """
 
-    def __init__(self, config: Config, engine: AsyncEngine, listener: socket.socket, sealing_key: bytes) -> None:
+    def __init__(self, config: Config, engine: AsyncEngine, listener: socket.socket, encryption_key: bytes) -> None:
         self._config = config
         self._rows = range(1, config.server.workers + 1)
         self._listener = listener
@@ -50,7 +50,7 @@ class Workers:
         self.main_socket = str(self._directory.path / "http")
         shape = self._shape = len(self._rows) + 1, num_columns(len(config.server.keys))
         self._board = Board.create(*shape)
-        self.group = ProcessGroup(Board(self._board, *shape), MAIN, sealing_key=sealing_key)
+        self.group = ProcessGroup(Board(self._board, *shape), MAIN, encryption_key=encryption_key)
         self._relays = Relays(engine)
         self._engine = engine
         self._numbers: dict[Relay, int] = {}
@@ -120,7 +120,7 @@ class Workers:
                 board=self._board,
                 board_shape=self._shape,
                 main_socket=self.main_socket,
-                sealing_key=self.group.sealing_key,
+                encryption_key=self.group.encryption_key,
                 seed=(self._seed + number * 2**32) % 2**63,
             )
         self._processes[row] = process

@@ -38,7 +38,7 @@ from jaxserve.api.ollama.protocol import API_VERSION
 from jaxserve.api.openai.models import model_list
 from jaxserve.config import Config
 from jaxserve.errors import InvalidValueError, ModelEndedError
-from jaxserve.front.residents import Catalog, ModelPlan, Resident, Residents
+from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan, ServedModel
 from jaxserve.telemetry.metrics import (
     CONTENT_TYPE,
     Families,
@@ -113,8 +113,8 @@ class ForwardToModels:
     model, for which another one may be unloaded.
     """
 
-    def __init__(self, residents: Residents, limits: BodyLimits) -> None:
-        self._residents = residents
+    def __init__(self, loaded_models: LoadedModels, limits: BodyLimits) -> None:
+        self._loaded_models = loaded_models
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,33 +122,33 @@ class ForwardToModels:
             raise HTTPException(404)
         request = Request(scope, receive)
         body = None if _is_upload(scope) else await _read(request)
-        named = await choose(self._residents.catalog, request, body or b"", self._limits)
-        wanted = [self._residents.of(named or self._residents.catalog.default)]
+        named = await choose(self._loaded_models.catalog, request, body or b"", self._limits)
+        wanted = [self._loaded_models.of(named or self._loaded_models.catalog.default)]
         if named is None and body is not None and _OBJECT.fullmatch(scope["path"]):
             wanted = self._places(wanted[0])
-        for resident in wanted:
-            answer = ForwardedAnswer(scope, send, hold_missing=resident is not wanted[-1])
-            await self._forward(resident, request, answer, body)
+        for model in wanted:
+            answer = ForwardedAnswer(scope, send, hold_missing=model is not wanted[-1])
+            await self._forward(model, request, answer, body)
             if not answer.is_missing:
                 return
 
-    def _places(self, default: Resident) -> list[Resident]:
+    def _places(self, default: ServedModel) -> list[ServedModel]:
         """Return the models that may have an object: those that are loaded, and the default model."""
-        loaded = [each for each in self._residents.all if each.state == "loaded"]
+        loaded = [each for each in self._loaded_models.all if each.state == "loaded"]
         return loaded if default in loaded else [*loaded, default]
 
-    async def _forward(self, resident: Resident, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
+    async def _forward(self, model: ServedModel, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
         """Raises ModelEndedError, NotReadyError and ClientDisconnected if nothing has been answered."""
-        loaded = self._residents.acquire(resident)
+        loaded = self._loaded_models.acquire(model)
         # to wait for a disconnect would lose a body that was not read
-        is_quick = body is None or resident.state == "loaded"
+        is_quick = body is None or model.state == "loaded"
         process = await (loaded if is_quick else until_disconnect(request, loaded))
         try:
             await forward(process.socket, _with_id(request.scope), request.receive, answer.send, body)
         except PeerEndedError as error:
-            await answer.end(ModelEndedError(f"The process of the model {resident.plan.name!r} ended."), error)
+            await answer.end(ModelEndedError(f"The process of the model {model.plan.name!r} ended."), error)
         finally:
-            self._residents.release(resident)
+            self._loaded_models.release(model)
 
 
 def may_be_route(path: str) -> bool:
@@ -209,16 +209,16 @@ class ModelName(Body):
     model: str = Field(description="Name of the model.")
 
 
-def _residents(request: Request) -> Residents:
-    return request.app.state.residents
+def _loaded_models(request: Request) -> LoadedModels:
+    return request.app.state.loaded_models
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Return 200 once the models of the start are loaded or have failed, and until the server drains; else 503."""
-    residents = _residents(request)
-    phase = "draining" if residents.draining else "ready" if residents.started.is_set() else "loading"
-    states = {each.plan.name: each.state for each in residents.all}
+    loaded_models = _loaded_models(request)
+    phase = "draining" if loaded_models.draining else "ready" if loaded_models.started.is_set() else "loading"
+    states = {each.plan.name: each.state for each in loaded_models.all}
     headers = {} if phase == "ready" else {"Retry-After": "1"}
     response = json_response({"status": phase, "models": states}, 200 if phase == "ready" else 503)
     response.headers.update(headers)
@@ -242,14 +242,14 @@ async def metrics(request: Request) -> Response:
 @router.get("/models")
 async def list_models(request: Request) -> Response:
     """List the names of all models with their states."""
-    return json_response(model_list([entry for each in _residents(request).all for entry in each.listed()]))
+    return json_response(model_list([entry for each in _loaded_models(request).all for entry in each.listed()]))
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> Response:
     """Show one model by its name. Raises ModelNotFoundError."""
-    residents = _residents(request)
-    entries = residents.of(residents.catalog.find(model)).listed()
+    loaded_models = _loaded_models(request)
+    entries = loaded_models.of(loaded_models.catalog.find(model)).listed()
     return json_response(next((each for each in entries if each["id"] == model), entries[0]))
 
 
@@ -264,59 +264,59 @@ async def version() -> Response:
 @router.head("/api/tags")
 async def tags(request: Request) -> Response:
     """List all models in Ollama's form; of a model that is not loaded, its names only."""
-    residents = _residents(request)
-    found = await _models_below(residents, "/api/tags")
+    loaded_models = _loaded_models(request)
+    found = await _models_below(loaded_models, "/api/tags")
     known = {model["name"] for model in found}
-    unloaded = [name for each in residents.all for name in each.plan.names if name not in known]
+    unloaded = [name for each in loaded_models.all for name in each.plan.names if name not in known]
     return json_response({"models": [*found, *({"name": name, "model": name} for name in unloaded)]})
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
     """List the loaded models in Ollama's form."""
-    return json_response({"models": await _models_below(_residents(request), "/api/ps")})
+    return json_response({"models": await _models_below(_loaded_models(request), "/api/ps")})
 
 
-async def _models_below(residents: Residents, path: str) -> list[dict[str, Any]]:
+async def _models_below(loaded_models: LoadedModels, path: str) -> list[dict[str, Any]]:
     """Return the `models` that the loaded models' servers list. One that does not answer is left out."""
-    answers = await asyncio.gather(*(process.ask(path) for _, process in residents.loaded_processes()))
+    answers = await asyncio.gather(*(process.ask(path) for _, process in loaded_models.loaded_processes()))
     return [model for status, body in answers if status == 200 for model in orjson.loads(body)["models"]]
 
 
 @router.post("/models/load")
 async def load(request: Request) -> Response:
     """Start to load a model. Returns at once; GET /v1/models shows when it is loaded. Raises NotReadyError."""
-    resident = await _named(request)
-    _residents(request).load(resident)
-    return _state(resident)
+    model = await _named(request)
+    _loaded_models(request).load(model)
+    return _state(model)
 
 
 @router.post("/models/unload")
 async def unload(request: Request) -> Response:
     """Start to unload a model. Its requests end first; new ones wait, and load it again."""
-    resident = await _named(request)
-    _residents(request).unload(resident)
-    return _state(resident)
+    model = await _named(request)
+    _loaded_models(request).unload(model)
+    return _state(model)
 
 
-async def _named(request: Request) -> Resident:
+async def _named(request: Request) -> ServedModel:
     """Return the model that the body names. Raises RequestError."""
     try:
         body, _ = validated(await request.body(), ModelName)
     except ClientDisconnect:
         raise ClientDisconnected from None
-    residents = _residents(request)
-    return residents.of(residents.catalog.find(body.model))
+    loaded_models = _loaded_models(request)
+    return loaded_models.of(loaded_models.catalog.find(body.model))
 
 
-def _state(resident: Resident) -> Response:
-    return json_response({"success": True, "model": resident.plan.name, "status": {"value": resident.state}})
+def _state(model: ServedModel) -> Response:
+    return json_response({"success": True, "model": model.plan.name, "status": {"value": model.state}})
 
 
-def create_front(residents: Residents, config: Config) -> FastAPI:
-    """Build the application. The caller runs and stops `residents`."""
+def create_front(loaded_models: LoadedModels, config: Config) -> FastAPI:
+    """Build the application. The caller runs and stops `loaded_models`."""
     limits = BodyLimits.of(config.server, LONGEST_CONTEXT)
-    metrics = FrontMetrics(residents)
+    metrics = FrontMetrics(loaded_models)
     app = FastAPI(
         middleware=_middleware(config, limits, metrics.own),
         redirect_slashes=False,
@@ -324,11 +324,11 @@ def create_front(residents: Residents, config: Config) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.residents, app.state.metrics = residents, metrics
+    app.state.loaded_models, app.state.metrics = loaded_models, metrics
     install_error_handlers(app)
     app.include_router(router)
     app.include_router(page.router)
-    app.router.default = ForwardToModels(residents, limits)
+    app.router.default = ForwardToModels(loaded_models, limits)
     return app
 
 
@@ -349,14 +349,14 @@ def _middleware(config: Config, limits: BodyLimits, metrics: Metrics) -> list[Mi
 class FrontMetrics:
     """The metrics of all loaded models, each with the label `model`, and of the front's own process."""
 
-    def __init__(self, residents: Residents) -> None:
+    def __init__(self, loaded_models: LoadedModels) -> None:
         self.own = Metrics()
-        self._residents = residents
+        self._loaded_models = loaded_models
 
     async def render(self) -> bytes:
         """Return them in Prometheus' text format. A model that does not answer is left out."""
         own: Families = [each for each in read_families(self.own.registry) if each["name"].startswith("process_")]
-        loaded = [(name, process.metrics()) for name, process in self._residents.loaded_processes()]
+        loaded = [(name, process.metrics()) for name, process in self._loaded_models.loaded_processes()]
         found = await asyncio.gather(*(reading for _, reading in loaded))
         models = [_labelled(families, name) for families, (name, _) in zip(found, loaded, strict=True)]
         return generate_latest(FamilyCollector(merge_families([[*own, self._loaded()], *models])))
@@ -364,7 +364,7 @@ class FrontMetrics:
     def _loaded(self) -> MetricFamily:
         name = "jaxserve:model_loaded"
         samples: list[Any] = [
-            (name, {"model": each.plan.name}, float(each.state == "loaded")) for each in self._residents.all
+            (name, {"model": each.plan.name}, float(each.state == "loaded")) for each in self._loaded_models.all
         ]
         return {"name": name, "kind": "gauge", "text": "whether the model is loaded", "samples": samples}
 

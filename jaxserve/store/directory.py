@@ -144,11 +144,11 @@ MARK_VERSION = 1
 DATABASE = "store.db"
 FILES = "files"
 TMP = "tmp"
-SEALING_KEY = "sealing-key"  # of api/sealing.py
+ENCRYPTION_KEY = "sealing-key"  # of api/encryption.py
 
 TABLES = frozenset({"lease", "files", "batches", "results", "idempotency"})  # since version 1 of the database
 
-_OWN_FILES = {MARK, "lock", SEALING_KEY, DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"}
+_OWN_FILES = {MARK, "lock", ENCRYPTION_KEY, DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"}
 # copies of databases of earlier versions, see database.py
 _COPY = re.compile(rf"{re.escape(DATABASE)}\.version-\d+(\.unfinished(-journal|-wal|-shm)?)?", re.ASCII)
 _OWN_NAMES = {FILES: re.compile(r"file-[0-9a-f]{24}"), TMP: re.compile(r"[0-9a-f]{24}|mark")}

@@ -154,21 +154,21 @@ def test_reasoning() -> None:
         assert response.usage.output_tokens_details.reasoning_tokens > 0
         assert response.reasoning.effort == "low" and call.name == "weather"
 
-        sealed = both(server.client, include=["reasoning.encrypted_content"]).output[0]
+        encrypted = both(server.client, include=["reasoning.encrypted_content"]).output[0]
         added = next(e for e in raw_events(server, include=["reasoning.encrypted_content"]) if "item" in e)
-        assert sealed.encrypted_content and "encrypted_content" not in added["item"]
-        sent = sealed.to_dict() | {"content": None}
+        assert encrypted.encrypted_content and "encrypted_content" not in added["item"]
+        sent = encrypted.to_dict() | {"content": None}
         user = {"role": "user", "content": "x"}
         answered = server.post("/v1/responses", {"input": [user, sent, {"role": "assistant", "content": "y"}, user]})
         assert answered.status_code == 200
-        for wrong in (sealed.encrypted_content[:-8] + "AAAAAAAA", "gAAAA", "é", ""):
+        for wrong in (encrypted.encrypted_content[:-8] + "AAAAAAAA", "gAAAA", "é", ""):
             assert (
                 server.post("/v1/responses", {"input": [user, sent | {"encrypted_content": wrong}]}).status_code == 200
             )
 
 
 def test_the_reasoning_of_a_conversation_reaches_the_prompt(tmp_path: Any) -> None:
-    """From the text, else from the sealed text, else from the summary; not what another key's caller was given."""
+    """From the text, else from the encrypted text, else from the summary; not what another key's caller was given."""
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content or '' }}|{{ m.content or '' }}]{% endfor %}"
@@ -176,17 +176,18 @@ def test_the_reasoning_of_a_conversation_reaches_the_prompt(tmp_path: Any) -> No
     config = Config.model_validate({"model": {"reasoning_parser": "qwen3", "chat_template": str(template)}})
     with LiveServer(config) as server:
         reply_with(server, "<think>secret thought</think>y")
-        sealed = server.client.responses.create(input="x", include=["reasoning.encrypted_content"]).output[0].to_dict()
-        blob = sealed["encrypted_content"]
+        response = server.client.responses.create(input="x", include=["reasoning.encrypted_content"])
+        encrypted = response.output[0].to_dict()
+        blob = encrypted["encrypted_content"]
         summary = [{"type": "summary_text", "text": "the summary"}]
-        other = server.app.state.server.seal.seal("foreign thought", "demo", "another key")
+        other = server.app.state.server.encryption.encrypt("foreign thought", "demo", "another key")
         table = {
-            "secret thought": sealed,
-            "sealed": sealed | {"content": None, "encrypted_content": blob},
+            "secret thought": encrypted,
+            "encrypted": encrypted | {"content": None, "encrypted_content": blob},
             "the summary": {"type": "reasoning", "summary": summary, "encrypted_content": "from-elsewhere"},
             "": {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": other},
         }
-        table["secret thought"], shown = table.pop("sealed"), "secret thought"
+        table["secret thought"], shown = table.pop("encrypted"), "secret thought"
         for text, item in table.items():
             items = [{"role": "user", "content": "x"}, item, {"role": "assistant", "content": "y"}]
             server.client.responses.create(input=[*items, {"role": "user", "content": "z"}])

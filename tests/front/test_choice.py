@@ -11,7 +11,7 @@ from jaxserve.api.body_cost import BodyLimits
 from jaxserve.config import Config, ModelEntry
 from jaxserve.errors import HTTPError
 from jaxserve.front.app import choose
-from jaxserve.front.residents import Catalog, ModelPlan
+from jaxserve.front.loaded_models import Catalog, ModelPlan
 
 LIMITS = BodyLimits(max_bytes=2**23, max_sum=2**29, context=2**21)
 

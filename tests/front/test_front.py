@@ -15,8 +15,8 @@ from jaxserve.api.app import create_app
 from jaxserve.api.http.middleware import ADMIN_PATHS, OPEN_PATHS, PAGE_PATHS
 from jaxserve.config import Config, ModelEntry
 from jaxserve.front.app import create_front, may_be_route
+from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
 from jaxserve.front.model_process import ModelProcess
-from jaxserve.front.residents import Catalog, ModelPlan, Residents
 from tests.api.fakes import fake_engine
 
 Answer = Callable[[], Awaitable[str]]
@@ -54,17 +54,17 @@ def run(tmp_path: Path, servers: dict[str, ModelServer], test: Callable[[httpx2.
     async def main() -> None:
         config = Config()
         plans = [ModelPlan(ModelEntry.model_validate({"name": name}), config, (name,)) for name in (*servers, "idle")]
-        residents = Residents(Catalog(plans), config.models, config.server, tmp_path)
+        loaded_models = LoadedModels(Catalog(plans), config.models, config.server, tmp_path)
         async with AsyncExitStack() as stack:
-            for resident in residents.all[:-1]:
-                socket = tmp_path / resident.plan.name
-                server = await asyncio.start_unix_server(servers[resident.plan.name].answer, socket)
+            for model in loaded_models.all[:-1]:
+                socket = tmp_path / model.plan.name
+                server = await asyncio.start_unix_server(servers[model.plan.name].answer, socket)
                 await stack.enter_async_context(server)
-                resident.state, resident.process = "loaded", ModelProcess(config, socket)
-            app = create_front(residents, config)
+                model.state, model.process = "loaded", ModelProcess(config, socket)
+            app = create_front(loaded_models, config)
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://front") as client:
                 await test(client)
-            assert residents.all[-1].state == "unloaded"
+            assert loaded_models.all[-1].state == "unloaded"
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

@@ -139,7 +139,7 @@ class MessagesAnswer:
         self._keep = keep
         self._options = options
         self._model = model
-        self._turn = plan.make_turn()
+        self._parser = plan.make_parser()
         self._blocks = BlockWriter(hides_thinking=options.hides_thinking)
         self._cached: int | None = None  # tokens of the prompt; the first output tells
         self.held_bytes = plan.generation.held_bytes
@@ -158,7 +158,7 @@ class MessagesAnswer:
                     if self._keep is not None:
                         joined.add(event)
                     yield named_event(event["type"], orjson.dumps(event))
-                if self._turn.ended:
+                if self._parser.ended:
                     break
                 output = await next_output(outputs)
         if self._keep is not None:
@@ -179,15 +179,15 @@ class MessagesAnswer:
                 last = output
                 for event in self._read(output):
                     joined.add(event)
-                if self._turn.ended:
+                if self._parser.ended:
                     break
         if self._keep is not None:
             await self._keep(self._plan.generation.options.request_id, joined.content())
         return self._message(joined.content()) | self._ending(last) | {"usage": self._usage()}
 
     def _read(self, output: RequestOutput) -> Iterator[Json]:
-        yield from self._blocks.write(self._turn.read(output))
-        if self._turn.ended:
+        yield from self._blocks.write(self._parser.read(output))
+        if self._parser.ended:
             yield from self._blocks.finish()
 
     def _note(self, output: RequestOutput | None) -> None:
@@ -231,7 +231,7 @@ class MessagesAnswer:
             return {"stop_reason": word, "stop_sequence": None}
         if reason is FinishReason.ABORT:  # the turn is not complete, and calls in it may be cut
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if self._turn.num_calls and not (isinstance(matched, str) and self._blocks.last_call_is_cut):
+        if self._parser.num_calls and not (isinstance(matched, str) and self._blocks.last_call_is_cut):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}

@@ -26,9 +26,9 @@ from jaxserve.api.generate.task import (
     ChatPrompt,
     Constraint,
     RequestOptions,
-    mark,
     native_params,
     thinking,
+    with_watermark,
 )
 from jaxserve.api.generate.tools import NO_IMAGE, Message, Mode, ToolUse, ordered, shown_function, without_header
 from jaxserve.api.limits import MAX_STOP_CHARS
@@ -219,7 +219,7 @@ def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
     prompt = ChatPrompt(
         messages=messages,
         continued=_prefill(body),
-        sampling=mark(native_params(sampling, state.engine.info), None, watermark_key, "watermark"),
+        sampling=with_watermark(native_params(sampling, state.engine.info), None, watermark_key, "watermark"),
         constraint=_constraint(body),
         tools=tools,
         thinking_budget=None if state.parsers.think_tags is None else budget,

@@ -24,7 +24,7 @@ from jaxserve.api.body_cost import LARGE_BYTES
 from jaxserve.api.fields import NestedObject
 from jaxserve.api.keys import Caller
 from jaxserve.api.limits import MAX_MESSAGES
-from jaxserve.api.process_group import Elsewhere
+from jaxserve.api.process_group import NeedsMainProcessError
 from jaxserve.api.state import ServerState
 from jaxserve.errors import HTTPError, InvalidValueError, ThreadError, ThreadsUnsupportedError
 from jaxserve.store.threads import ThreadHistory, ThreadStore
@@ -44,12 +44,13 @@ class ThreadHead(NestedObject):
 def thread_store(body: CountTokensRequest, state: ServerState) -> ThreadStore | None:
     """Return where threads are kept, if the body has one.
 
-    Raises Elsewhere in a worker, because the main process has the store, and ThreadsUnsupportedError without a store.
+    Raises NeedsMainProcessError in a worker, because the main process has the store. Raises ThreadsUnsupportedError
+    without a store.
     """
     if body.thread is None:
         return None
     if state.group is not None and state.group.is_worker:
-        raise Elsewhere
+        raise NeedsMainProcessError
     if state.store is None:
         message = "thread: this server runs without a store and keeps no threads. Send the whole conversation."
         raise ThreadsUnsupportedError(message, param="thread")

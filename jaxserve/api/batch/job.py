@@ -80,7 +80,7 @@ class StoragePause:
 Waiting = list[tuple[LineResult, asyncio.Future[None]]]
 
 
-class Committer:
+class ResultWriter:
     """Pass results to `save`, group by group. If the disk is full, results wait; none is lost."""
 
     def __init__(self, save: Callable[[Sequence[LineResult]], Awaitable[None]], pause: StoragePause) -> None:
@@ -101,7 +101,7 @@ class Committer:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((result, future))
         if self._task is None:
-            self._task = asyncio.create_task(self._save_all(), name="batch-committer")
+            self._task = asyncio.create_task(self._save_all(), name="batch-writer")
         await future
 
     async def _save_all(self) -> None:
@@ -212,11 +212,11 @@ def _take(lines: Iterator[Line]) -> list[Line]:
 class Execution:
     """Run every request of an input, each once the window has room for it."""
 
-    def __init__(self, left: Input, runner: RequestRunner, window: RequestWindow, committer: Committer) -> None:
+    def __init__(self, left: Input, runner: RequestRunner, window: RequestWindow, writer: ResultWriter) -> None:
         self._left = left
         self._runner = runner
         self._window = window
-        self._committer = committer
+        self._writer = writer
 
     async def run(self) -> None:
         """Return once every request has finished and is durable. If cancelled, cancel the requests in flight.
@@ -240,7 +240,7 @@ class Execution:
 
     async def _run_request(self, number: int, data: bytes) -> None:
         result = await self._runner.run(number, BATCH_LINE.decode(data))
-        await self._committer.commit(result)
+        await self._writer.commit(result)
 
 
 RUNNING_REQUESTS_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
@@ -355,11 +355,11 @@ class BatchJob:
         settings = self._settings
         left = Input(self._store.input_path(batch), ANY_LENGTH, await self._store.finished_lines(batch.id))
         self.total, self.finished = batch.total, len(left.finished)
-        committer = Committer(self._save, self.pause)
+        writer = ResultWriter(self._save, self.pause)
         failures = FailureLog(batch.id)
         handler = self._handlers[batch.endpoint]
         runner = RequestRunner(handler, settings.ready, failures, settings.retry_delay, batch.owner)
-        execution = asyncio.create_task(self._run_when_free(Execution(left, runner, self._window, committer)))
+        execution = asyncio.create_task(self._run_when_free(Execution(left, runner, self._window, writer)))
         leaving = True
         try:
             await self._until_stopped(execution, batch)
@@ -367,7 +367,7 @@ class BatchJob:
         finally:
             await _cancel(execution)
             failures.flush()
-            await committer.close(RUNNING_REQUESTS_SECONDS if leaving else None)
+            await writer.close(RUNNING_REQUESTS_SECONDS if leaving else None)
         return execution.done() and not execution.cancelled() and execution.result() is None
 
     async def _save(self, results: Sequence[LineResult]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.api.generate.choice_parser import ChoiceParser, RawInputParser
 from jaxserve.api.generate.generation import Generation, PromptTask, Usage
 from jaxserve.api.generate.modes import with_beam_search, with_repetition_rule, with_session
 from jaxserve.api.generate.task import (
@@ -31,7 +32,6 @@ from jaxserve.api.generate.task import (
     thinking,
 )
 from jaxserve.api.generate.tools import ToolUse
-from jaxserve.api.generate.turn import RawInputParser, Turn
 from jaxserve.api.keys import Caller
 from jaxserve.api.state import ServerState
 from jaxserve.api.work_pool import INLINE_CHARS, TextEncoder
@@ -362,12 +362,12 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 class ChatPlan:
     """The engine work of a conversation.
 
-    prompt_text: the rendered conversation. make_turn: returns the reader of one choice
+    prompt_text: the rendered conversation. make_parser: returns the reader of one choice
     """
 
     generation: Generation
     prompt_text: str
-    make_turn: Callable[[], Turn]
+    make_parser: Callable[[], ChoiceParser]
 
     @property
     def prompt(self) -> PromptTask:
@@ -411,7 +411,7 @@ class Planner:
         )
         task = self._with_mode(prompt, PromptTask(token_ids, params))
         generation = Generation(self.state, self.options, [task], self.caller)
-        return ChatPlan(generation, rendered.text, self._turns(prompt, rendered, generation.usage, is_answer))
+        return ChatPlan(generation, rendered.text, self._parser_maker(prompt, rendered, generation.usage, is_answer))
 
     def _context(self, prompt: Continuation, token_ids: list[int], param: str) -> list[int]:
         info, longest = self.state.engine.info, longest_prompt(prompt, self.state.engine.info)
@@ -485,16 +485,17 @@ class Planner:
         ids = tuple(encode(f"\n{end}", add_special_tokens=False))
         return ids if ids[-len(grammar.begin_after) :] == grammar.begin_after else grammar.begin_after
 
-    def _turns(self, prompt: ChatPrompt, rendered: RenderedChat, usage: Usage, is_answer: bool) -> Callable[[], Turn]:
-        """is_answer: the output has no reasoning"""
+    def _parser_maker(
+        self, prompt: ChatPrompt, rendered: RenderedChat, usage: Usage, is_answer: bool
+    ) -> Callable[[], ChoiceParser]:
+        """Return a function that makes the parser of one choice. is_answer: the output has no reasoning"""
         tools, offered = prompt.tools, prompt.tools.tool_set
         if offered is not None:
             offered = replace(offered, on_unoffered=self.state.metrics.unoffered_calls.inc)
 
         token_bytes = self.state.engine.tokenizer.token_bytes
 
-        def make() -> Turn:
-            """Make the reader of one choice."""
+        def make() -> ChoiceParser:
             parser: OutputParser = self.state.parsers.make(
                 tools=None if tools.raw_input is not None else offered,
                 prompt=rendered.text,
@@ -506,7 +507,7 @@ class Planner:
             )
             if tools.raw_input is not None:
                 parser = RawInputParser(tools.raw_input, parser)
-            return Turn(parser, usage, parallel=tools.parallel, token_bytes=token_bytes)
+            return ChoiceParser(parser, usage, parallel=tools.parallel, token_bytes=token_bytes)
 
         return make
 

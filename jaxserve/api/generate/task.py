@@ -206,7 +206,7 @@ def _with_extras(params: SamplingParams, **changes: Any) -> SamplingParams:
     return msgspec.structs.replace(params, extras=extras, logprobs=params.logprobs or 0)
 
 
-def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, param: str) -> SamplingParams:
+def with_logprob_ids(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, param: str) -> SamplingParams:
     """Add log-probabilities of `ids` to `params`. Raises InvalidValueError unless the request asks for
     log-probabilities.
     """
@@ -221,7 +221,7 @@ def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, p
     return _with_extras(params, logprob_token_ids=tuple(dict.fromkeys(ids)))
 
 
-def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
+def with_sampling_mask(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
     """Ask for the candidates of each draw in `params`, if `wanted`.
 
     Raises InvalidValueError if too many tokens could be candidates, or for a mode without `wanted`.
@@ -238,12 +238,14 @@ def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingM
     return _with_extras(params, sampling_mask=True)
 
 
-def show_hidden(params: SamplingParams, mode: HiddenStates) -> SamplingParams:
+def with_hidden_states(params: SamplingParams, mode: HiddenStates) -> SamplingParams:
     """Add hidden states to `params`."""
     return _with_extras(params, hidden_states=mode) if mode else params
 
 
-def route(params: SamplingParams, wanted: bool | None, start: int | None, info: EngineInfo) -> SamplingParams:
+def with_routed_experts(
+    params: SamplingParams, wanted: bool | None, start: int | None, info: EngineInfo
+) -> SamplingParams:
     """Add the routed experts of every token to `params`. Raises InvalidValueError if the model has none."""
     if start is not None and not wanted:
         raise InvalidValueError(_EXPERTS_START, param="routed_experts_start_len")
@@ -273,7 +275,7 @@ def check_sizes(params: SamplingParams, experts_from: int | None, num_prompt_tok
         raise InvalidValueError(message, param="return_routed_experts")
 
 
-def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:
+def with_watermark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:
     """Add the server's watermark to `params`, unless `asked` is False. Raises InvalidValueError without a key."""
     if asked and key is None:
         raise InvalidValueError(f"{param}: the server has no watermark key (server.watermark_key).", param=param)
@@ -595,13 +597,13 @@ def sampling_params(
         "prompt_logprobs": body.prompt_logprobs,
     }
     params = SamplingParams(**(fields | others))
-    params = watch(params, body.logprob_token_ids, info, "logprob_token_ids")
-    params = tell_candidates(params, body.return_sampling_mask, body.sampling_logprobs_mode)
-    params = route(params, body.return_routed_experts, body.routed_experts_start_len, info)
-    params = show_hidden(params, "last" if body.return_hidden_states else "")
+    params = with_logprob_ids(params, body.logprob_token_ids, info, "logprob_token_ids")
+    params = with_sampling_mask(params, body.return_sampling_mask, body.sampling_logprobs_mode)
+    params = with_routed_experts(params, body.return_routed_experts, body.routed_experts_start_len, info)
+    params = with_hidden_states(params, "last" if body.return_hidden_states else "")
     param = "watermarking" if body.watermark is None else "watermark"
     asked = body.watermarking if body.watermark is None else body.watermark
-    return mark(params, asked, reveal(state.config.server.watermark_key), param)
+    return with_watermark(params, asked, reveal(state.config.server.watermark_key), param)
 
 
 def native_params(body: NativeSampling, info: EngineInfo, **others: Any) -> SamplingParams:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.api.http.errors import send_error
 from jaxserve.api.http.middleware import GENERATING_PATHS
-from jaxserve.api.process_group import Elsewhere
+from jaxserve.api.process_group import NeedsMainProcessError
 from jaxserve.errors import NotReadyError
 
 PIECE_BYTES = 64 * 1024
@@ -198,7 +198,7 @@ class ForwardToMain:
             return await self._forward(scope, receive, send, None)
         try:
             await self.app(scope, receive, send)
-        except Elsewhere:
+        except NeedsMainProcessError:
             await self._forward(scope, receive, send, scope["state"]["body"])
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, body: bytes | None) -> None:

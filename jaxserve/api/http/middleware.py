@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.api.body_cost import BodyLimits, BodySum
 from jaxserve.api.http.errors import ANTHROPIC_PREFIX, ClientDisconnected, as_http_error, send_error
 from jaxserve.api.keys import DEFAULT_CALLER, Caller, KeyRing, KeyUsage, set_caller
-from jaxserve.api.process_group import Elsewhere
+from jaxserve.api.process_group import NeedsMainProcessError
 from jaxserve.api.state import EngineProtocol
 from jaxserve.config import ServerSection
 from jaxserve.errors import (
@@ -112,7 +112,7 @@ class RequestContext:
                     await self.app(_routed(scope), receive, tagged)
                 except ClientDisconnected:
                     status = status or 499
-                except Elsewhere:
+                except NeedsMainProcessError:
                     counts = False  # the process that answers it counts it
                     raise
                 except Exception as error:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import orjson
 
+from jaxserve.api.generate.choice_parser import ChoiceParser
 from jaxserve.api.generate.generation import Generation
-from jaxserve.api.generate.turn import Turn
 from jaxserve.api.generate.wire import chat_logprobs, is_object
 from jaxserve.api.ollama.task import OllamaOutput
 from jaxserve.text.detokenizer import RequestOutput
@@ -79,14 +79,14 @@ def nanoseconds(seconds: float) -> int:
 
 
 class OllamaAnswer:
-    """The answer to one request. turn: reads its output; None: the output is plain text"""
+    """The answer to one request. parser: reads its output; None: the output is plain text"""
 
     def __init__(
-        self, kind: Kind, generation: Generation, turn: Turn | None, options: OllamaOutput, model: str
+        self, kind: Kind, generation: Generation, parser: ChoiceParser | None, options: OllamaOutput, model: str
     ) -> None:
         self._line = _Line(kind, model)
         self._generation = generation
-        self._turn = turn
+        self._parser = parser
         self._options = options
         self._times = _Times()
         self._arguments: list[str] = []
@@ -124,7 +124,7 @@ class OllamaAnswer:
                 self._times.note(output)
                 for line in self._written(output):
                     yield line
-                if self._turn is not None and self._turn.ended:
+                if self._parser is not None and self._parser.ended:
                     break
         usage = self._generation.usage
         counts = self._times.as_dict(usage.prompt_tokens, usage.completion_tokens)
@@ -134,7 +134,7 @@ class OllamaAnswer:
         """Yield the lines for an output. Its log-probabilities stand on the first."""
         if output.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
             self._reason = "length"
-        events = [ContentDelta(output.text)] if self._turn is None else self._turn.read(output)
+        events = [ContentDelta(output.text)] if self._parser is None else self._parser.read(output)
         lines = [line for event in events if (line := self._write(event)) is not None]
         if self._options.logprobs is not None and output.logprobs:
             lines = lines or [self._line.of("")]

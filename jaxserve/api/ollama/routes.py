@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.answers import OllamaError
+from jaxserve.api.generate.choice_parser import ChoiceParser
 from jaxserve.api.generate.planner import Planner
 from jaxserve.api.generate.task import RequestOptions, TextPrompt, new_id
-from jaxserve.api.generate.turn import Turn
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.errors import OLLAMA
@@ -53,7 +53,7 @@ async def chat(request: Request) -> Response:
         return json_response(loaded("chat", body.model, unload=body.keep_alive in (0, "0", "0s")))
     options = output_options(body)
     plan = await _planner(request, state).chat(chat_prompt(body, state))
-    answer = OllamaAnswer("chat", plan.generation, plan.make_turn(), options, body.model)
+    answer = OllamaAnswer("chat", plan.generation, plan.make_parser(), options, body.model)
     return await _sent(request, answer, stream=body.stream is not False)
 
 
@@ -66,13 +66,13 @@ async def generate(request: Request) -> Response:
     if not (body.prompt or body.suffix):
         return json_response(loaded("generate", body.model, unload=body.keep_alive in (0, "0", "0s")))
     options, prompt, planner = output_options(body), instruction_prompt(body, state), _planner(request, state)
-    turn: Turn | None = None
+    parser: ChoiceParser | None = None
     if isinstance(prompt, TextPrompt):
         generation = await planner.texts([prompt])
     else:
         plan = await planner.chat(prompt)
-        generation, turn = plan.generation, plan.make_turn()
-    answer = OllamaAnswer("generate", generation, turn, options, body.model)
+        generation, parser = plan.generation, plan.make_parser()
+    answer = OllamaAnswer("generate", generation, parser, options, body.model)
     return await _sent(request, answer, stream=body.stream is not False)
 
 

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.generate.task import ChatMessages, ChatPrompt, Constraint, TextPrompt, mark, native_params, thinking
+from jaxserve.api.generate.task import (
+    ChatMessages,
+    ChatPrompt,
+    Constraint,
+    TextPrompt,
+    native_params,
+    thinking,
+    with_watermark,
+)
 from jaxserve.api.generate.tools import ToolUse, in_place, offered_tools, without_header
 from jaxserve.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage, OllamaOptions
 from jaxserve.api.sglang.protocol import NativeSampling
@@ -107,7 +115,7 @@ def _sampling(body: OllamaChatRequest | OllamaGenerateRequest, state: ServerStat
     wanted["max_new_tokens"] = limit if limit > 0 else info.max_model_len
     sampling = NativeSampling.model_construct(**wanted)
     params = native_params(sampling, info, logprobs=output_options(body).logprobs)
-    return mark(params, None, reveal(state.config.server.watermark_key), "watermark")
+    return with_watermark(params, None, reveal(state.config.server.watermark_key), "watermark")
 
 
 def _constraint(body: OllamaChatRequest | OllamaGenerateRequest) -> Constraint | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.api.generate.choice_parser import ChoiceParser
 from jaxserve.api.generate.generation import Generation
 from jaxserve.api.generate.planner import ChatPlan
-from jaxserve.api.generate.turn import Turn
 from jaxserve.api.generate.wire import (
     ChunkWriter,
     CompletionLogprobs,
@@ -42,7 +42,7 @@ class _Choice:
     """The state of one choice."""
 
     index: int
-    turn: Turn
+    parser: ChoiceParser
     begun: bool = False
     custom: set[int] = field(default_factory=set)  # indices of the calls of custom tools
     arguments: list[str] = field(default_factory=list)  # texts of the last call
@@ -88,10 +88,10 @@ class ChatChoices:
             choice = self._begin(output)
         if output.prompt_logprobs is not None and self._awaits_prompt_logprobs:
             self._describe_prompt_tokens(output.prompt_logprobs)
-        turn = choice.turn
-        if turn.ended:
+        parser = choice.parser
+        if parser.ended:
             return []
-        events = turn.read(output)
+        events = parser.read(output)
         chunks: list[Chunk]
         # most outputs are one piece of text and nothing else
         plain = self._plain and choice.begun and not choice.held_reasoning  # nothing stands beside the text
@@ -101,12 +101,12 @@ class ChatChoices:
         else:
             self._collect(choice, events, output)
             chunks = self._deltas(choice, events)
-        return chunks + self._last(choice, output) if turn.ended else chunks
+        return chunks + self._last(choice, output) if parser.ended else chunks
 
     def _begin(self, output: RequestOutput) -> _Choice:
         if not self._choices:
             self.about_prompt = self._describe_prompt()
-        choice = self._choices[output.index] = _Choice(output.index, self._plan.make_turn())
+        choice = self._choices[output.index] = _Choice(output.index, self._plan.make_parser())
         return choice
 
     def _describe_prompt_tokens(self, entries: Sequence[TokenLogprobs | None]) -> None:
@@ -243,7 +243,7 @@ class ChatChoices:
         self.complete = self._running == 0
         if output.finish_reason is None and not self.complete:
             self._plan.prompt.signal.abort_choice(choice.index)
-        prompt, num_calls = self._plan.prompt, choice.turn.num_calls
+        prompt, num_calls = self._plan.prompt, choice.parser.num_calls
         chunks = [] if choice.begun else [self._first(choice, num_calls == 0 and not choice.held_reasoning)]
         finish = finish_fields(output, prompt.params.stop_token_ids)
         if num_calls and output.finish_reason in (None, FinishReason.STOP) and not _cuts_call(choice, output):
@@ -257,7 +257,7 @@ class ChatChoices:
 
 def _cuts_call(choice: _Choice, output: RequestOutput) -> bool:
     """Return whether a stop string ended the output in the arguments of a function: such a call cannot be run."""
-    if not isinstance(output.matched_stop, str) or choice.turn.num_calls - 1 in choice.custom:
+    if not isinstance(output.matched_stop, str) or choice.parser.num_calls - 1 in choice.custom:
         return False
     return not is_object("".join(choice.arguments))
 

@@ -36,13 +36,15 @@ class ItemWriter:
     """Turn the events of a turn into items. One item is open at a time.
 
     call_names: returns the fields that name a called tool, given the name that the model knows
-    seal: returns sealed reasoning; None: reasoning is not sealed
+    encrypt: returns encrypted reasoning; None: reasoning is not encrypted
     """
 
-    def __init__(self, call_names: Callable[[str], dict[str, str]], seal: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self, call_names: Callable[[str], dict[str, str]], encrypt: Callable[[str], str] | None = None
+    ) -> None:
         self.items: list[Json] = []  # those that are done
         self._call_names = call_names
-        self._seal = seal
+        self._encrypt = encrypt
         self._numbers = 0  # events so far
         self._item: Json | None = None  # the open one
         self._texts: list[str] = []  # of the open item
@@ -101,8 +103,8 @@ class ItemWriter:
         is_whole = kind not in cut or (kind == "function_call" and is_object(text))
         done = self._call_done(item, text) if kind in _CALL_EVENTS else self._part_done(item, text)
         yield from done
-        if kind == "reasoning" and self._seal is not None and (sealed := self._seal(text)):
-            item["encrypted_content"] = sealed
+        if kind == "reasoning" and self._encrypt is not None and (encrypted := self._encrypt(text)):
+            item["encrypted_content"] = encrypted
         item["status"] = "completed" if is_whole else "incomplete"
         self.items.append(item)
         self._item, self._is_text = None, False
@@ -202,7 +204,7 @@ class NoKeeper:
 class ResponsesAnswer:
     """The answer to one conversation.
 
-    owner: name of the caller's key, to which sealed reasoning is bound
+    owner: name of the caller's key, to which encrypted reasoning is bound
     """
 
     def __init__(
@@ -213,12 +215,12 @@ class ResponsesAnswer:
         self._options = options
         self._model = model
         self._keeper = keeper or NoKeeper()
-        self._turn = plan.make_turn()
+        self._parser = plan.make_parser()
         self._cached = 0
         self._entries: list[TokenLogprobs] = []  # of tokens that no delta has carried yet
         self._after_text = True  # the last event was of the answer's text, or there was none
-        seal = (lambda text: state.seal.seal(text, model, owner)) if options.seals else None
-        self._writer = ItemWriter(options.tools.call_names, seal)
+        encrypt = (lambda text: state.encryption.encrypt(text, model, owner)) if options.encrypts else None
+        self._writer = ItemWriter(options.tools.call_names, encrypt)
         self.held_bytes = plan.generation.held_bytes
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -256,7 +258,7 @@ class ResponsesAnswer:
                 while output is not None:
                     for event in self._read(output):
                         yield event
-                    if self._turn.ended:
+                    if self._parser.ended:
                         break
                     output = await next_output(outputs)
             yield await self._completed(output)
@@ -269,9 +271,9 @@ class ResponsesAnswer:
     def _read(self, output: RequestOutput) -> Iterable[Json]:
         if output.num_cached_tokens > self._cached:
             self._cached = output.num_cached_tokens
-        events = self._turn.read(output)
+        events = self._parser.read(output)
         logprobs = self._logprobs(events, output) if self._options.logprobs is not None else []
-        if not self._turn.ended:
+        if not self._parser.ended:
             return self._writer.write(events, logprobs)
         cut = _cut_by(output)
         return itertools.chain(self._writer.write(events, logprobs, cut), self._writer.finish(cut))

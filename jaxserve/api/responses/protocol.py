@@ -23,7 +23,7 @@ MAX_INSTRUCTION_ITEMS = 256  # items; the answer repeats them
 MAX_LOGPROB_CHOICES = 20
 
 SHOWS_LOGPROBS = "message.output_text.logprobs"
-SHOWS_SEALED = "reasoning.encrypted_content"
+SHOWS_ENCRYPTED = "reasoning.encrypted_content"
 
 ItemId = Annotated[str, Field(max_length=128)]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]

@@ -22,7 +22,7 @@ from jaxserve.api.openapi import documented
 from jaxserve.api.responses.background import StoredResponses, event_type, response_object
 from jaxserve.api.responses.items import stored_items
 from jaxserve.api.responses.protocol import (
-    SHOWS_SEALED,
+    SHOWS_ENCRYPTED,
     AddItemsRequest,
     ConversationAnswer,
     CreateConversationRequest,
@@ -63,7 +63,7 @@ async def retrieve_response(
 ) -> Response:
     """Show a response. With `stream`, replay its events after a number and follow it to its end.
 
-    `include` adds sealed reasoning. What else it names is shown if the request for the response named it.
+    `include` adds encrypted reasoning. What else it names is shown if the request for the response named it.
     Raises InvalidValueError if its events were never kept, or are not any more.
     """
     stored, wanted = _stored(request), [*(include or ()), *(more or ())]  # OpenAI's client writes include[]
@@ -72,8 +72,8 @@ async def retrieve_response(
         if starting_after is not None:
             raise InvalidValueError("starting_after is only allowed with stream=true.", param="starting_after")
         items = [item.body for item in output]
-        if SHOWS_SEALED in wanted:
-            items = [_sealed(item, record, server_state(request)) for item in items]
+        if SHOWS_ENCRYPTED in wanted:
+            items = [_encrypted(item, record, server_state(request)) for item in items]
         return json_response(response_object(record, items))
     if wanted:
         raise InvalidValueError(
@@ -85,14 +85,14 @@ async def retrieve_response(
     return followed(request, stored, response_id, -1 if starting_after is None else starting_after)
 
 
-def _sealed(body: bytes, record: ResponseRecord, state: ServerState) -> bytes:
-    """Return an item of the output, with its reasoning sealed as well if it is one."""
+def _encrypted(body: bytes, record: ResponseRecord, state: ServerState) -> bytes:
+    """Return an item of the output, with its reasoning encrypted as well if it is one."""
     item = orjson.loads(body)
     if item["type"] != "reasoning" or "encrypted_content" in item:
         return body
     text = "".join(part["text"] for part in item["content"])
-    sealed = state.seal.seal(text, orjson.loads(record.body)["model"], record.owner)
-    return orjson.dumps(item | {"encrypted_content": sealed}) if sealed else body
+    encrypted = state.encryption.encrypt(text, orjson.loads(record.body)["model"], record.owner)
+    return orjson.dumps(item | {"encrypted_content": encrypted}) if encrypted else body
 
 
 def followed(request: Request, stored: StoredResponses, response_id: str, after: int) -> EventStream:
@@ -152,7 +152,7 @@ def _store(request: Request) -> ResponseStore:
 async def _new_items(request: Request, items: Sequence[InputItem], size: int) -> tuple[StoredItem, ...]:
     """Check items outside the event loop. Raises a RequestError that names the item. size: bytes of the body"""
     state = server_state(request)
-    reader = ItemReader(False, lambda sealed: "", lambda kind: state.unknown_fields.note(PATH, [kind]))
+    reader = ItemReader(False, lambda encrypted: "", lambda kind: state.unknown_fields.note(PATH, [kind]))
 
     def work() -> tuple[StoredItem, ...]:
         reader.check(items, "items")

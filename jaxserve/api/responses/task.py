@@ -38,8 +38,8 @@ from jaxserve.api.generate.tools import (
 from jaxserve.api.http.errors import RESPONSES_PREFIX
 from jaxserve.api.limits import MAX_TOOLS
 from jaxserve.api.responses.protocol import (
+    SHOWS_ENCRYPTED,
     SHOWS_LOGPROBS,
-    SHOWS_SEALED,
     InputItem,
     ItemPart,
     ResponsesRequest,
@@ -98,12 +98,12 @@ class ItemReader:
     """Reads items.
 
     system_in_middle: the chat template takes system messages after the first one
-    unsealed: decrypts `encrypted_content`; returns "" if this server did not encrypt it
+    decrypted: decrypts `encrypted_content`; returns "" if this server did not encrypt it
     note: called with the name of a kind of item or part that is dropped
     """
 
     system_in_middle: bool
-    unsealed: Callable[[str], str]
+    decrypted: Callable[[str], str]
     note: Callable[[str], None]
 
     def turns(self, items: Sequence[InputItem], param: str, num_kept: int = 0) -> list[list[Message]]:
@@ -206,10 +206,10 @@ class ItemReader:
             raise InvalidValueError(f"{where}: there is no item with id {item.id!r}.", param=where)
 
     def _reasoning(self, item: InputItem, where: str) -> str:
-        """Return the reasoning's text. What was sealed by another server is skipped: clients change servers."""
+        """Return the reasoning's text. What was encrypted by another server is skipped: clients change servers."""
         if item.content:
             return self.text(item.content, f"{where}.content")
-        opened = self.unsealed(item.encrypted_content) if item.encrypted_content else ""
+        opened = self.decrypted(item.encrypted_content) if item.encrypted_content else ""
         return opened or self.text(item.summary, f"{where}.summary")
 
 
@@ -493,13 +493,13 @@ class ResponseOptions:
 
     form: the keys of the response object that are known before the answer, among them its id
     logprobs: number of most likely tokens to show; None: no log-probabilities
-    seals: whether reasoning is sent sealed as well
+    encrypts: whether reasoning is sent encrypted as well
     """
 
     form: Json
     tools: ResponseTools
     logprobs: int | None = None
-    seals: bool = False
+    encrypts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -551,7 +551,7 @@ async def responses_task(
         form=_form(body, sampling, name),
         tools=tools,
         logprobs=logprobs,
-        seals=SHOWS_SEALED in include,
+        encrypts=SHOWS_ENCRYPTED in include,
     )
     request = RequestOptions(
         request_id=body.request_id or name.id,
@@ -588,13 +588,13 @@ async def _conversation(body: ResponsesRequest, state: ServerState, owner: str, 
     """Read all items, outside the event loop if they are large."""
     model = state.check_generates(body.model)
 
-    def unsealed(sealed: str) -> str:
-        return state.seal.open(sealed, model, owner)
+    def decrypted(encrypted: str) -> str:
+        return state.encryption.decrypt(encrypted, model, owner)
 
     def note(kind: str) -> None:
         state.unknown_fields.note(RESPONSES_PREFIX, [kind])
 
-    reader = ItemReader(state.takes_late_system, unsealed, note)
+    reader = ItemReader(state.takes_late_system, decrypted, note)
 
     def work() -> _Conversation:
         before = [_stored(item) for item in earlier.before]

@@ -13,16 +13,16 @@ from jaxserve.api.generate.task import (
     TextPrompt,
     as_prompts,
     constraint,
-    mark,
     named_replica,
     native_params,
     new_id,
     prefix_namespace,
-    route,
-    show_hidden,
     spread,
-    tell_candidates,
-    watch,
+    with_hidden_states,
+    with_logprob_ids,
+    with_routed_experts,
+    with_sampling_mask,
+    with_watermark,
 )
 from jaxserve.api.sglang.protocol import GenerateRequest, NativeSampling
 from jaxserve.api.state import ServerState
@@ -182,8 +182,8 @@ def _params(
         logprobs=options.top if options.logprobs else None,
         prompt_logprobs=options.top if options.logprobs and options.start >= 0 else None,
     )
-    params = watch(params, options.token_ids, info, "token_ids_logprob")
-    params = tell_candidates(params, options.sampling_mask, options.sampling_mode)
-    params = route(params, body.return_routed_experts, body.routed_experts_start_len, info)
-    params = mark(params, body.watermark, reveal(state.config.server.watermark_key), "watermark")
-    return show_hidden(params, options.hidden)
+    params = with_logprob_ids(params, options.token_ids, info, "token_ids_logprob")
+    params = with_sampling_mask(params, options.sampling_mask, options.sampling_mode)
+    params = with_routed_experts(params, body.return_routed_experts, body.routed_experts_start_len, info)
+    params = with_watermark(params, body.watermark, reveal(state.config.server.watermark_key), "watermark")
+    return with_hidden_states(params, options.hidden)

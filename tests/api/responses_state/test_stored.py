@@ -152,14 +152,14 @@ def test_include_of_a_stored_response(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"reasoning_parser": "qwen3"}})
     with LiveServer(config, store=tmp_path) as server:
         reply_with(server, "<think>\nHm.\n</think>\n\nParis")
-        made, sealed = create(server.client, "x"), "reasoning.encrypted_content"
+        made, encrypted = create(server.client, "x"), "reasoning.encrypted_content"
         assert made.output[0].encrypted_content is None
-        found = server.client.responses.retrieve(made.id, include=[sealed, "message.output_text.logprobs"])
-        plain = server.app.state.server.seal.open(found.output[0].encrypted_content, "demo", "")
+        found = server.client.responses.retrieve(made.id, include=[encrypted, "message.output_text.logprobs"])
+        plain = server.app.state.server.encryption.decrypt(found.output[0].encrypted_content, "demo", "")
         assert plain == made.output[0].content[0].text and found.output[1] == made.output[1]
-        assert server.http.get(f"/v1/responses/{made.id}?include={sealed}").json()["output"][0]["encrypted_content"]
+        assert server.http.get(f"/v1/responses/{made.id}?include={encrypted}").json()["output"][0]["encrypted_content"]
         assert server.client.responses.retrieve(made.id).to_dict() == made.to_dict()
-        for wrong in ("include=nothing", "include[]=nothing", f"include={sealed}&stream=true"):
+        for wrong in ("include=nothing", "include[]=nothing", f"include={encrypted}&stream=true"):
             answer = server.http.get(f"/v1/responses/{made.id}?{wrong}")
             assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("include"), answer.text
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from jaxserve.config import Config, ModelEntry
-from jaxserve.front import residents as module
-from jaxserve.front.residents import Catalog, ModelPlan, Residents
+from jaxserve.front import loaded_models as module
+from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
 
 
 class FakeProcess:
@@ -48,7 +48,7 @@ class FakeProcess:
         await self.ended()
 
 
-def run(test: Callable[[Residents], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, **models: Any) -> list[str]:
+def run(test: Callable[[LoadedModels], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, **models: Any) -> list[str]:
     """Run a test with the models a, b and c; return the names of the processes that were started."""
     monkeypatch.setattr(module, "ModelProcess", FakeProcess)
     monkeypatch.setattr(FakeProcess, "started", started := [])
@@ -59,40 +59,40 @@ def run(test: Callable[[Residents], Awaitable[None]], monkeypatch: pytest.Monkey
         for name in "abc":
             entry = ModelEntry.model_validate({"name": name, "load": "start"})
             plans.append(ModelPlan(entry, config.replace(model={"served_name": [name]}), (name,)))
-        await test(Residents(Catalog(plans), config.models, config.server, Path()))
+        await test(LoadedModels(Catalog(plans), config.models, config.server, Path()))
 
     asyncio.run(asyncio.wait_for(main(), 20))
     return started
 
 
 def test_a_load_that_is_given_up_twice_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(residents: Residents) -> None:
-        first, second, _ = residents.all
-        residents.load(first)
+    async def test(loaded_models: LoadedModels) -> None:
+        first, second, _ = loaded_models.all
+        loaded_models.load(first)
         await asyncio.sleep(0.01)
-        residents.unload(first)
+        loaded_models.unload(first)
         await asyncio.sleep(0.01)
-        residents.unload(first)
+        loaded_models.unload(first)
         await asyncio.sleep(0.05)
         assert (first.state, first.process) == ("unloaded", None)
-        residents.load(second)
+        loaded_models.load(second)
         await asyncio.sleep(0.05)
         assert isinstance(second.process, FakeProcess)
         second.process.may_load.set()
         await asyncio.sleep(0.01)
         assert second.state == "loaded"
-        await residents.stop()
+        await loaded_models.stop()
 
     assert run(test, monkeypatch, max_loaded=1) == ["a", "b"]
 
 
 def test_a_server_that_stops_while_it_starts_loads_no_further_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(residents: Residents) -> None:
-        start = asyncio.create_task(residents.run())
+    async def test(loaded_models: LoadedModels) -> None:
+        start = asyncio.create_task(loaded_models.run())
         await asyncio.sleep(0.01)
-        await residents.stop()
+        await loaded_models.stop()
         await asyncio.sleep(0.05)
         start.cancel()
-        assert [(each.state, each.process) for each in residents.all] == [("unloaded", None)] * 3
+        assert [(each.state, each.process) for each in loaded_models.all] == [("unloaded", None)] * 3
 
     assert run(test, monkeypatch) == ["a"]

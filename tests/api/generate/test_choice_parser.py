@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxserve.api.generate.choice_parser import ChoiceParser, RawInputParser
 from jaxserve.api.generate.generation import Usage
-from jaxserve.api.generate.turn import RawInputParser, Turn
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from jaxserve.text.output_parser import ParserChoice
@@ -33,24 +33,24 @@ def output(tokens: int = 1, reason: FinishReason | None = None) -> RequestOutput
 
 
 def test_without_parallel_calls_nothing_follows_the_first_even_in_the_same_output() -> None:
-    turn = Turn(Scripted([*FIRST, *SECOND, ContentDelta("more")]), Usage(), parallel=False)
-    assert turn.read(output()) == FIRST
-    assert turn.ended and turn.num_calls == 1
+    parser = ChoiceParser(Scripted([*FIRST, *SECOND, ContentDelta("more")]), Usage(), parallel=False)
+    assert parser.read(output()) == FIRST
+    assert parser.ended and parser.num_calls == 1
 
 
 def test_parallel_calls_are_counted() -> None:
-    turn = Turn(Scripted(FIRST, SECOND), Usage())
-    assert turn.read(output()) + turn.read(output()) == [*FIRST, *SECOND]
-    assert turn.num_calls == 2 and not turn.ended
+    parser = ChoiceParser(Scripted(FIRST, SECOND), Usage())
+    assert parser.read(output()) + parser.read(output()) == [*FIRST, *SECOND]
+    assert parser.num_calls == 2 and not parser.ended
 
 
 def test_tokens_of_the_reasoning_and_its_tags_are_counted() -> None:
     usage = Usage()
-    turn = Turn(Scripted([], [ReasoningDelta("a")], [], [ContentDelta("b")], [ContentDelta("c")]), usage)
+    parser = ChoiceParser(Scripted([], [ReasoningDelta("a")], [], [ContentDelta("b")], [ContentDelta("c")]), usage)
     for tokens in (1, 2, 1, 1):  # the opening tag, two tokens of the reasoning, the closing tag, text
-        turn.read(output(tokens))
-    turn.read(output(1, FinishReason.STOP))
-    assert usage.reasoning_tokens == 4 and turn.ended
+        parser.read(output(tokens))
+    parser.read(output(1, FinishReason.STOP))
+    assert usage.reasoning_tokens == 4 and parser.ended
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from jaxserve.types.step import FinishReason
 _SOUGHT = 64  # characters of an event by which its place in the output's text is found
 
 
-class Turn:
+class ChoiceParser:
     """The state of one choice.
 
     parallel: False ends the output after its first call

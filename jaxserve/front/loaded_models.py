@@ -69,7 +69,7 @@ FAILURES_FORGOTTEN_AFTER = 300.0  # seconds of service after which the count of 
 
 
 @dataclass
-class Resident:
+class ServedModel:
     """A model and its process. process: None unless the model takes room
 
     work: the load or unload that runs. asked: whether the operator wants the load that runs
@@ -138,13 +138,13 @@ FINISH_SECONDS = 15.0  # a process must have ended so long after the drain timeo
 UNKNOWN = -1  # exit status of a process that was not started
 
 
-class Residents:
+class LoadedModels:
     """All models of one front. directory: private, for the sockets of their processes"""
 
     def __init__(self, catalog: Catalog, models: ModelsSection, server: ServerSection, directory: Path) -> None:
         self.catalog = catalog
-        self.all: Sequence[Resident] = [Resident(plan) for plan in catalog.plans]
-        self._by_name = {resident.plan.name: resident for resident in self.all}
+        self.all: Sequence[ServedModel] = [ServedModel(plan) for plan in catalog.plans]
+        self._by_name = {model.plan.name: model for model in self.all}
         self._models = models
         self._end_seconds = server.drain_timeout + FINISH_SECONDS
         self._directory = directory
@@ -155,7 +155,7 @@ class Residents:
         self._stopping = False
         self.started = asyncio.Event()  # the models of the start are loaded, or failed
 
-    def of(self, plan: ModelPlan) -> Resident:
+    def of(self, plan: ModelPlan) -> ServedModel:
         return self._by_name[plan.name]
 
     def loaded_processes(self) -> list[tuple[str, ModelProcess]]:
@@ -168,116 +168,116 @@ class Residents:
 
     async def run(self) -> None:
         """Load the models of the start one after the other, then unload idle ones until cancelled."""
-        for resident in self.all:
-            if resident.plan.entry.load == "start" and not self._stopping:
-                await asyncio.wait((resident.work or self._load_work(resident, asked=True),))
+        for model in self.all:
+            if model.plan.entry.load == "start" and not self._stopping:
+                await asyncio.wait((model.work or self._load_work(model, asked=True),))
         self.started.set()
         while True:
             await asyncio.sleep(IDLE_LOOK_INTERVAL)
-            for resident in self.all:
-                await self._unload_if_idle(resident)
+            for model in self.all:
+                await self._unload_if_idle(model)
 
-    async def acquire(self, resident: Resident) -> ModelProcess:
+    async def acquire(self, model: ServedModel) -> ModelProcess:
         """Load the model if it is not loaded, and keep it until `release`.
 
         Raises NotReadyError if it is not loaded in time.
         """
-        await self._until_loaded(resident)
-        assert resident.process is not None
-        resident.in_flight += 1
-        return resident.process
+        await self._until_loaded(model)
+        assert model.process is not None
+        model.in_flight += 1
+        return model.process
 
-    def release(self, resident: Resident) -> None:
-        resident.in_flight -= 1
-        resident.used = time.monotonic()
+    def release(self, model: ServedModel) -> None:
+        model.in_flight -= 1
+        model.used = time.monotonic()
         self._freed.set()
 
-    async def _until_loaded(self, resident: Resident) -> None:
-        resident.waiting += 1
+    async def _until_loaded(self, model: ServedModel) -> None:
+        model.waiting += 1
         try:
             async with asyncio.timeout(self._models.wait_seconds):
-                while resident.state != "loaded" or self._stopping:
+                while model.state != "loaded" or self._stopping:
                     self._check_not_stopping()
-                    resident.check_may_load()
-                    await asyncio.wait((resident.work or self._load_work(resident),))
+                    model.check_may_load()
+                    await asyncio.wait((model.work or self._load_work(model),))
         except TimeoutError:
-            raise NotReadyError(f"The model {resident.plan.name!r} is not loaded yet.", param="model") from None
+            raise NotReadyError(f"The model {model.plan.name!r} is not loaded yet.", param="model") from None
         finally:
-            resident.waiting -= 1
+            model.waiting -= 1
 
     def _check_not_stopping(self) -> None:
         if self._stopping:
             raise NotReadyError("The server is draining.")
 
-    def load(self, resident: Resident) -> None:
+    def load(self, model: ServedModel) -> None:
         """Start to load the model if it is not loaded. Raises NotReadyError while the server drains."""
         self._check_not_stopping()
-        if resident.state == "unloaded":
-            resident.forgive()
-            self._load_work(resident, asked=True)
+        if model.state == "unloaded":
+            model.forgive()
+            self._load_work(model, asked=True)
 
-    def unload(self, resident: Resident) -> None:
+    def unload(self, model: ServedModel) -> None:
         """Start to unload the model if it is loaded: its requests end first. A load that runs is given up."""
-        if resident.state == "loading":
-            if resident.work is not None and not resident.work.cancelling():  # twice would not wait for the process
-                resident.work.cancel()
-        elif resident.state == "loaded":
-            self._unload_work(resident)
+        if model.state == "loading":
+            if model.work is not None and not model.work.cancelling():  # twice would not wait for the process
+                model.work.cancel()
+        elif model.state == "loaded":
+            self._unload_work(model)
 
     # loading
 
-    def _load_work(self, resident: Resident, *, asked: bool = False) -> asyncio.Task[None]:
+    def _load_work(self, model: ServedModel, *, asked: bool = False) -> asyncio.Task[None]:
         """Start to load a model. asked: by the operator; the load then continues if no request waits for it"""
-        resident.state, resident.asked = "loading", asked
-        return self._work(resident, self._load(resident))
+        model.state, model.asked = "loading", asked
+        return self._work(model, self._load(model))
 
-    def _work(self, resident: Resident, steps: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _work(self, model: ServedModel, steps: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start the task that changes the model's state, and forget it when it has ended."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            resident.work = None
-            if resident.state == "loading":  # cancelled before its first step, or after a failure
-                resident.state, resident.process = "unloaded", None
+            model.work = None
+            if model.state == "loading":  # cancelled before its first step, or after a failure
+                model.state, model.process = "unloaded", None
             self._freed.set()
 
-        resident.work = asyncio.create_task(steps)
-        resident.work.add_done_callback(ended)
-        return resident.work
+        model.work = asyncio.create_task(steps)
+        model.work.add_done_callback(ended)
+        return model.work
 
-    async def _load(self, resident: Resident) -> None:
+    async def _load(self, model: ServedModel) -> None:
         """Load the model. A failure is noted, not raised."""
-        began, name = time.monotonic(), resident.plan.name
+        began, name = time.monotonic(), model.plan.name
         try:
             async with self._place:
-                if not await self._make_room(resident):
-                    resident.state = "unloaded"
+                if not await self._make_room(model):
+                    model.state = "unloaded"
                     return
                 socket = self._directory / f"{next(self._numbers)}"
-                process = resident.process = ModelProcess(resident.plan.config, socket)
+                process = model.process = ModelProcess(model.plan.config, socket)
                 await process.start()
-            resident.objects = await process.loaded()
+            model.objects = await process.loaded()
         except ProcessEndedError as error:
-            self._failed(resident, error.status, served=0.0)
+            self._failed(model, error.status, served=0.0)
         except asyncio.CancelledError:
-            await self._give_up(resident)
+            await self._give_up(model)
             raise
         except Exception:
             logger.exception("the process of model %s could not be started", name)
-            await self._give_up(resident)
-            self._failed(resident, UNKNOWN, served=0.0)
+            await self._give_up(model)
+            self._failed(model, UNKNOWN, served=0.0)
         else:
             logger.info("model %s is loaded (%.1f s, process %s)", name, time.monotonic() - began, process.pid)
-            resident.state, resident.exit_status = "loaded", None
-            resident.used = time.monotonic()
-            self._keep(self._watch(resident, process))
+            model.state, model.exit_status = "loaded", None
+            model.used = time.monotonic()
+            self._keep(self._watch(model, process))
 
-    async def _give_up(self, resident: Resident) -> None:
-        if resident.process is not None:
-            resident.process.kill()
-            await resident.process.stop(self._end_seconds)
-        resident.state, resident.process = "unloaded", None
+    async def _give_up(self, model: ServedModel) -> None:
+        if model.process is not None:
+            model.process.kill()
+            await model.process.stop(self._end_seconds)
+        model.state, model.process = "unloaded", None
 
-    async def _make_room(self, wanted: Resident) -> bool:
+    async def _make_room(self, wanted: ServedModel) -> bool:
         """Unload the model that was used longest ago until there is a place. Waits while every model is in use.
 
         Returns false if no request waits for the model any more.
@@ -288,59 +288,59 @@ class Residents:
                 return False
             self._freed.clear()
             free = [each for each in self.all if each.is_free]
-            for resident in sorted(free, key=lambda each: each.used):
-                if await self._unload_if_free(resident):
+            for model in sorted(free, key=lambda each: each.used):
+                if await self._unload_if_free(model):
                     break
             else:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._freed.wait(), IDLE_LOOK_INTERVAL)  # nothing signals a batch's end
         return True
 
-    async def _watch(self, resident: Resident, process: ModelProcess) -> None:
+    async def _watch(self, model: ServedModel, process: ModelProcess) -> None:
         """Wait for the end of a loaded model's process, and note it unless it was asked for."""
         status = await process.ended()
-        if resident.state == "loaded" and not self._stopping:
-            self._failed(resident, status, served=time.monotonic() - process.since)
+        if model.state == "loaded" and not self._stopping:
+            self._failed(model, status, served=time.monotonic() - process.since)
             self._freed.set()
 
-    def _failed(self, resident: Resident, status: int, served: float) -> None:
-        delay = resident.failed(status, served)
-        resident.state, resident.process = "unloaded", None
-        logger.error("the process of model %s ended with status %d", resident.plan.name, status)
-        if resident.plan.entry.load == "start":
-            self._keep(self._load_again(resident, delay))
+    def _failed(self, model: ServedModel, status: int, served: float) -> None:
+        delay = model.failed(status, served)
+        model.state, model.process = "unloaded", None
+        logger.error("the process of model %s ended with status %d", model.plan.name, status)
+        if model.plan.entry.load == "start":
+            self._keep(self._load_again(model, delay))
 
-    async def _load_again(self, resident: Resident, delay: float) -> None:
+    async def _load_again(self, model: ServedModel, delay: float) -> None:
         await asyncio.sleep(delay)
-        if resident.state == "unloaded" and not self._stopping:
-            self._load_work(resident, asked=True)
+        if model.state == "unloaded" and not self._stopping:
+            self._load_work(model, asked=True)
 
     # unloading
 
-    async def _unload_if_idle(self, resident: Resident) -> None:
-        limit = resident.plan.entry.idle_seconds
-        if limit is not None and resident.is_free and time.monotonic() - resident.used >= limit:
-            await self._unload_if_free(resident)
+    async def _unload_if_idle(self, model: ServedModel) -> None:
+        limit = model.plan.entry.idle_seconds
+        if limit is not None and model.is_free and time.monotonic() - model.used >= limit:
+            await self._unload_if_free(model)
 
-    async def _unload_if_free(self, resident: Resident) -> bool:
+    async def _unload_if_free(self, model: ServedModel) -> bool:
         """Unload the model and wait for it, unless it works on a batch or a request has come meanwhile."""
-        process = resident.process
+        process = model.process
         if process is None or not await process.is_idle():
             return False
-        if not resident.is_free or resident.process is not process:
+        if not model.is_free or model.process is not process:
             return False
-        await asyncio.wait((self._unload_work(resident),))
+        await asyncio.wait((self._unload_work(model),))
         return True
 
-    def _unload_work(self, resident: Resident) -> asyncio.Task[None]:
-        resident.state = "unloading"
-        return self._work(resident, self._unload(resident))
+    def _unload_work(self, model: ServedModel) -> asyncio.Task[None]:
+        model.state = "unloading"
+        return self._work(model, self._unload(model))
 
-    async def _unload(self, resident: Resident) -> None:
-        assert resident.process is not None
-        await resident.process.stop(self._end_seconds)
-        resident.state, resident.process = "unloaded", None
-        logger.info("model %s is unloaded", resident.plan.name)
+    async def _unload(self, model: ServedModel) -> None:
+        assert model.process is not None
+        await model.process.stop(self._end_seconds)
+        model.state, model.process = "unloaded", None
+        logger.info("model %s is unloaded", model.plan.name)
 
     def _keep(self, steps: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(steps)
@@ -351,11 +351,11 @@ class Residents:
         """Take no more requests, let those that run end, and end all processes."""
         self._stopping = True
         loads = [each for each in self.all if each.state == "loading"]
-        for resident in loads:
-            self.unload(resident)
+        for model in loads:
+            self.unload(model)
         await asyncio.gather(*(each.work for each in loads if each.work is not None), return_exceptions=True)
-        for resident in self.all:
-            self.unload(resident)
+        for model in self.all:
+            self.unload(model)
         await asyncio.gather(*(each.work for each in self.all if each.work is not None), return_exceptions=True)
         for task in self._tasks:
             task.cancel()
