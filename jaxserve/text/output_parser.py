@@ -89,14 +89,12 @@ class HarmonyParser(ToolParser):
         else:
             self.content(rest)
 
-    def heads(self) -> Iterable[str]:
-        return ("to=functions.NAME",)
-
-    def _begins_call(self, text: str) -> bool:
+    def _is_head(self, text: str) -> bool:
         """As in ToolParser. Any header that is not too long counts, because a header is never shown as text."""
         if self._marked or CHANNEL in text:
             return len(text) <= _MAX_HEADER
-        return "to=functions." in text and super()._begins_call(text)
+        header = text.strip()
+        return "to=functions." in header and any(f"to=functions.{name}".startswith(header) for name in self.tools.names)
 
     def _message(self, header: str) -> Reading[None]:
         channels = _CHANNEL_NAME.findall(header)  # a malformed header has several: the last one counts

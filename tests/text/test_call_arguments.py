@@ -151,7 +151,7 @@ def test_what_the_model_left_open_at_its_own_end_is_closed(family: str, text: st
 ])  # fmt: skip
 @pytest.mark.parametrize("call", [
     '{"name": "write"', '{"name": "write", "', '{"name": "write", "ARGUMENTS": ', '{"function": {"name": "write", "ARG',
-    '{"id": "1", "name": "write", "path": "a', "{'name': 'write', ",
+    '{"id": "1", "name": "write", "pa', "{'name': 'write', ", '{"name": "write", "ARGUMENTS": "',
 ])  # fmt: skip
 def test_a_call_in_json_that_is_cut_after_its_name_is_started(family: str, begin: str, call: str) -> None:
     """Its arguments are empty: it is not whole. After another call it is the second."""
@@ -162,6 +162,45 @@ def test_a_call_in_json_that_is_cut_after_its_name_is_started(family: str, begin
     first = f'{{"name": "write", "{key}": {{"path": "a"}}}}'
     calls = [("write", '{"path": "a"}'), ("write", "")]
     assert calls_of(family, f"{begin}{first}, {text}", whole=False) == ("", calls)
+
+
+@pytest.mark.parametrize("family, text, arguments", [
+    ("hermes", r'<tool_call>{"name": "write", "arguments": "{\"path\": \"a', '{"path": "a'),
+    ("hermes", r'<tool_call>{"name": "write", "arguments": "{\"path\": \"a\\', '{"path": "a\\'),
+    ("hermes", r'<tool_call>{"name": "write", "arguments": "{\"path\": \"a' + "\\", '{"path": "a'),
+    ("hermes", r'<tool_call>{"name": "write", "arguments": "{\"path\": \"a\"}', '{"path": "a"}'),
+    ("llama3_json", '{"name": "write", "path": "a', '{"path": "a'),
+    ("mistral", '[TOOL_CALLS][{"name": "write", "id": 1, "path": "a", "n": 1', '{"path": "a", "n": 1'),
+    ("qwen3_coder", '<tool_call>\n<function=write>\n{"path": "a', '{"path": "a'),
+    ("glm45", '<tool_call>write\n{"path": "a"', '{"path": "a"'),
+    ("pythonic", "[write(path='a', tags=[1, 'b", '{"path": "a", "tags": [1, "b'),
+    ("pythonic", "[write(path='a', n=", '{"path": "a"'),
+    ("qwen3_coder", "<tool_call>\n<function=write>\n<para", ""),
+    ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=pa", ""),
+    ("glm45", "<tool_call>write<arg_key>pa", ""),
+    ("deepseek_v32", DSML[: DSML.index("%")] + "<｜DSML｜parameter na", ""),
+    ("pythonic", "[write(pa", ""),
+])  # fmt: skip
+def test_a_call_that_is_cut_has_what_its_arguments_have_so_far(family: str, text: str, arguments: str) -> None:
+    assert calls_of(family, text, whole=False) == ("", [("write", arguments)])
+
+
+@pytest.mark.parametrize("family, text", [
+    ("hermes", '<tool_call>{"na'), ("hermes", '<tool_call>{"arguments": {"path": "a'), ("hermes", "Now <tool_call>"),
+    ("qwen3_coder", "<function=wri"), ("glm45", "<tool_call>write"), ("deepseek_v32", '<｜DSML｜invoke name="wr'),
+    ("mistral", "[TOOL_CALLS]write[CALL_ID]1"), ("granite", '<|tool_call|>[{"name": "wri'), ("pythonic", "[write"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.write:0"),
+    ("kimi_k2", '<|tool_call_begin|>0<|tool_call_argument_begin|>{"path": "a'),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>wri"),
+    ("internlm", '<|action_start|><|plugin|>{"parameters": {"path": "a"}, "na'), ("jamba", "<tool_calls>["),
+])  # fmt: skip
+def test_a_call_that_is_cut_before_its_name_is_text(family: str, text: str) -> None:
+    """Nothing that a model wrote vanishes, but beside calls the mere head of another."""
+    for whole in (False, True):
+        assert calls_of(family, text, whole=whole) == (text, [])
+    if family == "hermes":
+        content, calls = calls_of(family, f"<tool_call>{NOW_CALL}</tool_call>{text}", whole=False)
+        assert (content, calls) == ({"Now <tool_call>": "Now"}.get(text, text * ("path" in text)), [("now", "{}")])
 
 
 @pytest.mark.parametrize("value, key, expected", [

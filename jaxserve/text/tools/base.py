@@ -92,6 +92,12 @@ def _escaped(text: str, tail: int) -> bool:
     return (len(head) - len(head.rstrip("\\"))) % 2 == 1
 
 
+def unescaped_beginning(text: str) -> str:
+    """Return what the beginning of a JSON string, without its quote, means. An escape that was cut is left out."""
+    tail = _OPEN_ESCAPE.search(text[-12:])
+    return _unescape(text[: len(text) - len(tail[0])] if tail and not _escaped(text, len(tail[0])) else text)
+
+
 def _unescape(text: str) -> str:
     try:
         return json.loads(f'"{text}"', strict=False)
@@ -321,7 +327,6 @@ class ToolParser(ABC):
         self._input: InputDecoder | None = None
         self.has_arguments = False
         self._marked = False  # a marker of the family was read: what follows does not only look like a call
-        self.cut_in_json = False  # the output's end cut off a JSON object before a call was started
         self._run = self._calls()
         self._done = False
 
@@ -332,6 +337,10 @@ class ToolParser(ABC):
     def heads(self) -> Iterable[str]:
         """Return the beginnings of calls without white space. NAME stands for the name of a tool."""
         return ()
+
+    def json_heads(self, begin: str) -> Iterable[str]:
+        """Return the beginnings of calls in JSON: after `begin`, or beside another call."""
+        return [f'{each}{{"name":"NAME"' for each in (begin, begin + "[", ",", ";", "")]
 
     def make_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
@@ -437,18 +446,17 @@ class ToolParser(ABC):
         return False
 
     def give_up(self) -> None:
-        """Emit what was read since `mark` as content. A call that the token limit or a stop string cut is dropped."""
+        """Emit what was read since `mark` as content, but not the mere head of a call that was cut beside others."""
         text = self.reader.unmark()
-        is_cut = self.reader.ended and not self.is_whole
-        if not (is_cut and self._begins_call(text)):
+        if not (self.was_cut and self._is_head(text)):
             self.content(text)
 
-    def _begins_call(self, text: str) -> bool:
+    def _is_head(self, text: str) -> bool:
+        """Return whether a text that was cut is no more than the head of a call, and says nothing by itself."""
         cut = "".join(text.split())
         names = self.tools.names or ("",)
-        if self.cut_in_json and (self._marked or self.num_calls):
-            return True
-        return bool(cut) and any(head.replace("NAME", name).startswith(cut) for head in self.heads() for name in names)
+        heads = self.heads() if cut and self.num_calls else ()
+        return any(head.replace("NAME", name).startswith(cut) for head in heads for name in names)
 
     def json_arguments(self) -> Reading[bool]:
         """Stream the arguments of the call that was started; False if they break off. A string holds JSON text.
@@ -480,6 +488,11 @@ class ToolParser(ABC):
         """Whether the text is over because the model ended it."""
         return self.reader.ended and self.is_whole
 
+    @property
+    def was_cut(self) -> bool:
+        """Whether the text is over because the token limit or a stop string cut it."""
+        return self.reader.ended and not self.is_whole
+
     def skip_braces(self) -> Reading[None]:
         """Take closing braces that the model wrote too many."""
         while (yield from self.reader.accept("}", " ", "\n", "\t", "\r")):
@@ -492,11 +505,7 @@ class ToolParser(ABC):
         """
         if not (yield from self.reader.accept("{")):
             return False
-        call = _JsonCall(self)
-        started = yield from call.read()
-        self.cut_in_json = call.is_open
-        self._marked = self._marked or (call.is_open and call.name is not None)
-        return started
+        return (yield from _JsonCall(self).read())
 
     def json_calls(self, *ends: str) -> Reading[bool]:
         """Read calls one behind the other, perhaps with "," or ";" between, and one of `ends`; True if there was any.
@@ -541,7 +550,7 @@ class _JsonCall:
     """One call written as a JSON object whose opening brace has been read.
 
     It is started when its arguments begin: what has a name and cannot be read further is no call. One that a limit or a
-    stop string cut after its name is started without arguments.
+    stop string cut after its name is started with what its arguments have so far.
     """
 
     NAMES = ("name", "tool_name", "function")
@@ -551,19 +560,18 @@ class _JsonCall:
         self.parser, self.reader = parser, parser.reader
         self.name: str | None = None
         self.started = False
-        self.is_open = False  # the end of the text cut it off before it was started
         self.early: str | None = None  # arguments that came before the name
         self.others: dict[str, str] = {}  # other members, as JSON
+        self.cut: tuple[str, str] | None = None  # key and JSON of the member that the end of the text cut off
 
     def read(self) -> Reading[bool]:
         """Read the call; return whether it was started."""
         whole = yield from self._members()
-        self.is_open = not (whole or self.started) and self.reader.ended
-        if whole and self.name is not None and not self.started:
-            self._start_with_members(self.name)
-        if self.is_open and self.name is not None and not self.parser.is_whole:
-            self.parser.start_call(self.name)  # a limit or a stop string cut it: what it would have called is shown
-            self.started = True
+        if self.name is not None and not self.started:
+            if whole:
+                self._start_with_members(self.name)
+            elif self.reader.ended:
+                whole = self._start_cut(self.name)
         if self.started:
             self.parser.end_call(whole=whole)
             yield from self.parser.skip_braces()
@@ -599,8 +607,11 @@ class _JsonCall:
             self.parser.start_call(self.name)
             self.started = True
             return (yield from self.parser.json_arguments())
-        text = yield from self.reader.json_text()
-        if text is None:
+        pieces: list[str] = []
+        whole = yield from self.reader.copy_json(pieces.append)
+        text = "".join(pieces)
+        if not whole:
+            self.cut = key, text
             return False
         if key not in self.ARGUMENTS:
             self.others[key] = text
@@ -627,6 +638,32 @@ class _JsonCall:
 
     def _start_with_members(self, name: str) -> None:
         """Start a call without arguments: its other members may be the parameters."""
+        self._start(name, self._flat(name) + "}")
+
+    def _start_cut(self, name: str) -> bool:
+        """Start a call that the end of the text cut off; return whether its arguments are whole.
+
+        If the model itself ended it so, it is a call only if what its arguments have can be closed.
+        """
+        key, value = self.cut or ("", "")
+        if key in self.ARGUMENTS:
+            text = as_object(unescaped_beginning(value[1:])) if value[:1] == '"' else ""
+            text = text if text.lstrip()[:1] == "{" or name in self.parser.tools.custom else ""
+        else:
+            if value and self.parser.tools.declares(name, key):
+                self.others[key] = value
+            text = self._flat(name)
+            text = text if text != "{" else ""
+        rest = json_rest(text) if self.parser.is_whole else ""
+        if rest is None:
+            return False
+        self.parser.start_call(name)
+        self.started = True
+        if text:
+            self.parser.arguments(text + rest)
+        return self.parser.is_whole
+
+    def _flat(self, name: str) -> str:
+        """Return the members that are parameters as the JSON of an object that is not closed."""
         members = {key: text for key, text in self.others.items() if self.parser.tools.declares(name, key)}
-        written = (f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in members.items())
-        self._start(name, "{" + ", ".join(written) + "}")
+        return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in members.items())

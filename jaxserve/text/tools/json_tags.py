@@ -35,7 +35,7 @@ class JsonTagParser(ToolParser):
                 yield from self.reader.accept(self.end, drop_partial=True)
 
     def heads(self) -> Iterable[str]:
-        return self.begin + "{", f"{self.begin}[{{", ",{"
+        return self.json_heads(self.begin)
 
 
 class GraniteParser(JsonTagParser):

@@ -73,7 +73,6 @@ class KimiParser(ToolParser):
         """Read a call whose id has no name: its arguments' names show the tool."""
         yield from self.reader.space()
         text = yield from self.reader.json_text()
-        self.cut_in_json = text is None and self.reader.ended
         try:
             arguments = json.loads(text or "")
         except (ValueError, RecursionError):

@@ -12,6 +12,12 @@ _STRING = re.compile(r"""(?P<q>'''|\"\"\"|'|")(?P<text>(?:\\.|(?!(?P=q))[^\\])*)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _SIMPLE_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v", "\n": ""}
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_QUOTES = ("'''", '"""', "'", '"')
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_MARK = re.compile(r"'''|\"{3}|['\"()\[\]{},]")
+_OPEN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?\Z")
+_OPEN_NUMBER = re.compile(r"(?<=\d)(?:\.|[eE][+-]?)\Z")
+_NO_VALUE_YET = re.compile(r"[\s,]*(?:[A-Za-z_]\w*\s*(?:=\s*[-+.\w]*)?)?\Z")
 MAX_NESTED_VALUES = 64
 
 
@@ -21,6 +27,35 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
         return _Literals(text).keywords()
     except (ValueError, RecursionError, OverflowError):
         return None
+
+
+def arguments_so_far(text: str) -> str | None:
+    """Return the beginning of the JSON of keyword arguments that break off; None if they are none so far.
+
+    What has no value yet at the end is left out.
+    """
+    text = _OPEN_NUMBER.sub("", text)
+    at, ends = 0, list[str]()
+    end, open_there = 0, ends  # the last place where a value may be left out, and what is open there
+    while match := _MARK.search(text, at):
+        at, mark = match.end(), match[0]
+        if mark in _QUOTES:
+            string = _STRING.match(text, match.start())
+            if string is None or string["q"] != mark:
+                text, ends = _OPEN_ESCAPE.sub(r"\1", text), [*ends, mark]
+                break
+            at = string.end()
+            continue
+        if mark in _CLOSING:
+            ends = [*ends, _CLOSING[mark]]
+        elif ends and mark == ends[-1]:
+            ends = ends[:-1]
+        end, open_there = match.start() if mark == "," else at, ends
+    for beginning, closed in ((text, ends), (text[:end], open_there)):
+        found = parse_arguments(beginning + "".join(reversed(closed)))
+        if found is not None and (closed or _NO_VALUE_YET.match(text, len(beginning))):
+            return json.dumps(found, ensure_ascii=False)[: -1 - len(closed)]
+    return None
 
 
 def parse_literal(text: str) -> Any:

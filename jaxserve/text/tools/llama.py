@@ -35,7 +35,7 @@ class LlamaJsonParser(ToolParser):
                 self.give_up()
 
     def heads(self) -> Iterable[str]:
-        return "<|python_tag|>{", ";{", ",{"
+        return self.json_heads("<|python_tag|>")
 
 
 FORMATS = (

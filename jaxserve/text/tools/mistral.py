@@ -36,7 +36,7 @@ class MistralParser(ToolParser):
                 self.give_up()
 
     def heads(self) -> Iterable[str]:
-        return TAG + "{", f"{TAG}[{{", ",{", f"{TAG}NAME{ARGS}", f"{TAG}NAME{CALL_ID}"
+        return *self.json_heads(TAG), f"{TAG}NAME{ARGS}", f"{TAG}NAME{CALL_ID}"
 
     def _named(self) -> Reading[bool]:
         """name{...}, name[ARGS]{...} or name[CALL_ID]id[ARGS]{...}."""

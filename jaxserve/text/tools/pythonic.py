@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar
 
-from jaxserve.text.reader import Reading
+from jaxserve.text.reader import Reading, json_rest
 from jaxserve.text.tools.base import ToolParser
 from jaxserve.text.tools.format import CallFormat, PythonCall, ToolFormat
-from jaxserve.text.tools.literals import parse_arguments
+from jaxserve.text.tools.literals import arguments_so_far, parse_arguments
 
 _CALL_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]{0,127})\s*")
 MAX_CALL_CHARS = 1 << 20
@@ -19,7 +19,8 @@ MAX_CALL_CHARS = 1 << 20
 class PythonicParser(ToolParser):
     """[f(x=1, y="a"), g()], perhaps between <|python_start|> and <|python_end|>; only at the output's start.
 
-    An answer may begin with a bracket too, so a call's name must be a tool's. A call is sent when it is complete.
+    An answer may begin with a bracket too, so a call's name must be a tool's. A call is sent when it is complete, or
+    when the end of the text cuts it off.
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
@@ -35,11 +36,6 @@ class PythonicParser(ToolParser):
 
     def heads(self) -> Iterable[str]:
         return "<|python_start|>[NAME(", ",NAME("
-
-    def _begins_call(self, text: str) -> bool:
-        """As in ToolParser, also for a text that ends in the arguments: a call is sent when it is complete."""
-        head, bracket, _ = text.partition("(")
-        return super()._begins_call(head + bracket)
 
     def _list(self) -> Reading[None]:
         while (yield from self._call()):
@@ -57,53 +53,58 @@ class PythonicParser(ToolParser):
         match = _CALL_HEAD.fullmatch(head)
         if not end or match is None or not self.offered(match["name"]):
             return False
-        text = yield from self._until_closed()
-        arguments = None if text is None else parse_arguments(text)
-        if arguments is None:
+        text, whole = yield from self._until_closed()
+        arguments = parse_arguments(text) if whole else None
+        written = arguments_so_far(text) if self.reader.ended and not whole else None
+        if written is not None and self.is_whole:
+            rest = json_rest(written)
+            whole, written = rest is not None, written + (rest or "")
+        elif arguments is not None:
+            written = json.dumps(arguments, ensure_ascii=False)
+        if written is None:
             return False
         self.start_call(match["name"])
-        self.arguments(json.dumps(arguments, ensure_ascii=False))
-        self.end_call()
+        if written != "{":
+            self.arguments(written)
+        self.end_call(whole=whole)
         return True
 
-    def _until_closed(self) -> Reading[str | None]:
-        """The text up to the parenthesis that closes the call."""
+    def _until_closed(self) -> Reading[tuple[str, bool]]:
+        """Return the text up to the parenthesis that closes the call, and whether it came."""
         pieces: list[str] = []
         depth, size = 1, 0
         while True:
             piece, mark = yield from self.reader.until("(", ")", '"', "'", "#", limit=MAX_CALL_CHARS)
             pieces += [piece, mark]
             size += len(piece) + 1
-            if not mark and self.ended_itself:
-                return "".join(pieces)
             if not mark or mark == "#" or size > MAX_CALL_CHARS:
-                return None
+                return "".join(pieces), False
             if mark in "\"'":
-                text = yield from self._string_rest(mark)
-                if text is None:
-                    return None
+                text, closed = yield from self._string_rest(mark)
                 pieces.append(text)
+                if not closed:
+                    return "".join(pieces), False
             depth += {"(": 1, ")": -1}.get(mark, 0)
             if depth == 0:
-                return "".join(pieces[:-1])
+                return "".join(pieces[:-1]), True
 
-    def _string_rest(self, quote: str) -> Reading[str | None]:
-        """What follows an opening quote, with the closing one."""
+    def _string_rest(self, quote: str) -> Reading[tuple[str, bool]]:
+        """Return what follows an opening quote, with the closing one, and whether that came."""
         pieces: list[str] = []
         close = quote
         if (yield from self.reader.accept(quote * 2)):
             pieces, close = [quote * 2], quote * 3
         elif (yield from self.reader.accept(quote)):
-            return quote
+            return quote, True
         while True:
             piece, mark = yield from self.reader.until("\\", close, limit=MAX_CALL_CHARS)
             pieces += [piece, mark]
             if not mark:
-                return None
+                return "".join(pieces), False
             if mark == close:
-                return "".join(pieces)
+                return "".join(pieces), True
             if not (yield from self.reader.more()):
-                return None
+                return "".join(pieces), False
             pieces.append(self.reader.take_one())
 
 

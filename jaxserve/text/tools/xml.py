@@ -62,7 +62,7 @@ class Parameters(ABC):
         whole, started = True, False
         while whole and (yield from self.reader.accept(self.opening, drop_partial=started)):
             key, is_text = yield from self.key()
-            if not key and not started:
+            if not (key or started or self.parser.was_cut):
                 return False
             if not started:
                 self.parser.start_call(self.name)
@@ -82,9 +82,10 @@ class Parameters(ABC):
         is_call = yield from self.reader.ahead(self.reader.accept(*self.call_tags))
         if not is_call and not (self.parser.ended_itself and not self.parser.tools.required(self.name)):
             yield from self.reader.accept(self.opening, *self.call_tags, drop_partial=True)
-            return False
+            if not self.parser.was_cut:
+                return False
         self.parser.start_call(self.name)
-        self.parser.end_call()
+        self.parser.end_call(whole=not self.parser.was_cut)
         return True
 
     def _json_body(self) -> Reading[bool]:
@@ -92,19 +93,18 @@ class Parameters(ABC):
         pieces: list[str] = []
         whole = yield from self.reader.copy_json(pieces.append)
         text = "".join(pieces)
-        if not whole:
+        if not whole and not self.parser.was_cut:
             rest = json_rest(text) if self.parser.ended_itself else None
-            self.parser.cut_in_json = self.reader.ended
             if rest is None:
                 return False
-            text += rest
+            text, whole = text + rest, True
         yield from self.reader.space()
         ends = (yield from self.reader.ahead(self.reader.accept(*self.call_tags))) or self.reader.ended
-        if not ends or json_rest(text) != "":
+        if not ends or (whole and json_rest(text) != ""):
             return False
         self.parser.start_call(self.name)
         self.parser.arguments(text)
-        self.parser.end_call()
+        self.parser.end_call(whole=whole)
         return True
 
     def _parameter(self, key: str, is_text: bool | None) -> Reading[bool]:
@@ -383,7 +383,7 @@ class ToolCallParser(ToolParser):
     def heads(self) -> Iterable[str]:
         call = f"{self.FUNCTION}NAME></function>{self.END}", f"{self.FUNCTION}NAME><parameter="
         keyed = f"{self.BEGIN}NAME<arg_key>", f"{self.BEGIN}NAME{self.END}"
-        return self.BEGIN + "{", f"{self.BEGIN}[{{", ",{", *call, *(self.BEGIN + each for each in call), *keyed
+        return *self.json_heads(self.BEGIN), *call, *(self.BEGIN + each for each in call), *keyed
 
     def _end(self, *tags: str) -> Reading[None]:
         """Take the tags that end a call."""
