@@ -232,7 +232,7 @@ class ReplicaSet:
     def pages_changed(self, replica: Replica, events: PageEvents) -> None:
         """Note what changed in the prefix cache of a replica."""
         if self._choice.router is not None:
-            self._choice.router.take(replica.index, events)
+            self._choice.router.update(replica.index, events)
 
     def stats_changed(self, replica: Replica, stats: EngineStats) -> None:
         """Take the statistics of a replica, and what it has measured since it was ready."""

@@ -1,21 +1,22 @@
 """The second tier of the prefix cache: copies of evicted pages in the memory of the host. No jax, no requests.
 
-A page is known by a digest of its namespace and of all tokens up to its end. So the tier has no tree: the pages of a
-prefix are looked up one after the other. The first bytes of a digest are those of the prefix's first page, so that all
-prefixes that begin with a page can be dropped.
+A `HostTier` has the copies of one layer group. `HostTiers` has a tier for each group and knows which prefixes they
+complete.
 
-A page is copied when it is evicted, so that a cache with enough room copies nothing. The copy stays if the page is
-loaded again: its next eviction costs nothing. The least recently used copy is overwritten first. Copies of an earlier
-process are found if they are in a file (runtime/page_file.py), each after a thread has checked it.
+A page is known by a digest of its namespace and of all tokens up to its end. So a tier has no tree: the pages of a
+prefix are looked up one after the other. A digest begins with the first bytes of the digest of the prefix's first page,
+so that all prefixes that begin with a page can be dropped.
 
-    store   device -> host, when a page is evicted
-    load    host -> device, when a request starts
-    take_moves   what the next step does first, in this order
+A page is copied when it is evicted, so a cache with enough room copies nothing. The copy stays if the page is loaded
+again: its next eviction costs nothing. The least recently used copy is overwritten first. Copies of an earlier process
+are found if they are in a file (runtime/page_file.py), each after a thread has checked it.
 
-The pages of all layer groups in the memory of the host: a tier for each group, and which prefixes they complete.
+    store        device -> host, when a page is evicted
+    load         host -> device, when a request starts
+    take_moves   the copies that the next step makes first, in this order
 
-A prefix can be loaded up to the deepest page at which every group has what a later token sees: full attention all
-pages, the layers with a sliding window those of the last window. A page may be on the device, or a copy in a tier.
+A prefix can be loaded up to the deepest page at which every group has the pages that a later token sees. Full attention
+needs all pages, and sliding-window layers need the last window's. A page may be on the device or in a tier.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxserve.kv.window_group import WindowGroup
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import PageMove
 
-_FIRST = 8  # bytes of a digest that are of the first page
+_FIRST = 8  # bytes at the beginning of a digest that name the prefix's first page
 
 
 class HostTier:
@@ -40,8 +41,8 @@ class HostTier:
 
     num_slots: pages that the host's memory has room for. num_stored, num_loaded: pages copied so far.
 
-    group: of layers, whose pages these are. digest: that of another tier of the same prefixes; None: its own.
-    kept: digests of copies that must not be overwritten now
+    group: index of the layer group whose pages these are. digest: computes the digest of a node, if another tier of the
+    same prefixes does; None: this tier does. kept: digests of copies that must not be overwritten now
     """
 
     def __init__(
@@ -52,33 +53,34 @@ class HostTier:
         self.digest = self._own_digest if digest is None else digest
         self._group = group
         self._page_size = page_size
-        self._salt = b""  # of the digests; another one after an update of the weights
-        self._free = list(range(num_slots - 1, -1, -1))  # without a page, also in the file
+        self._salt = b""  # goes into every digest; changes with an update of the weights
+        self._free = list(range(num_slots - 1, -1, -1))  # slots without a page, also in the file
         self._unchecked: set[int] = set()  # slots with pages of an earlier process
         self._refused: set[bytes] = set()  # first bytes of digests that were dropped while some were unchecked
-        self._cleared = False  # whether all that is unchecked is refused
+        self._cleared = False  # every unchecked copy is refused
         self._checked: deque[tuple[int, bytes | None]] = deque()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
         self._moves: list[PageMove] = []
-        self._sent: deque[list[int]] = deque(maxlen=2)  # slots to store of the latest steps: may not be copied yet
+        self._sent: deque[list[int]] = deque(maxlen=2)  # slots stored by the two latest steps, perhaps not copied yet
 
     @property
     def num_pages(self) -> int:
-        """Pages that the tier holds."""
+        """Number of pages that the tier holds."""
         return len(self._slots)
 
     @property
     def num_new_loads(self) -> int:
-        """Pages that the next step loads so far."""
+        """Number of pages that the next step loads so far."""
         return sum(move.kind == "load" for move in self._moves)
 
     def restore(self, slots: Iterable[int], checked: deque[tuple[int, bytes | None]]) -> None:
         """Take over the copies of an earlier process. Call it before any other method.
 
-        slots: those with copies. checked: (slot, digest) of each, in any order, as a thread appends them. A digest of
-        None means that the copy is damaged; so may be a copy of this process.
+        slots: the slots with copies. checked: (slot, digest) of each, in any order, as a thread appends them. A digest
+        of None means that the copy is damaged. A copy of this process may be damaged too.
         """
-        self._unchecked, self._checked = set(slots), checked
+        self._unchecked = set(slots)
+        self._checked = checked
         self._free = [slot for slot in self._free if slot not in self._unchecked]
 
     def take_checked(self) -> None:
@@ -117,7 +119,7 @@ class HostTier:
         if not (self._free or self._slots):
             return  # all copies of an earlier process are still being checked
         if not self._free and next(iter(self._slots)) in self.kept:
-            return  # those that are kept were used last, so all are
+            return  # kept copies were used last, so all copies are kept
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         self._slots[digest] = slot
         self._moves.append(PageMove("store", page_id, slot, digest, self._group))
@@ -126,7 +128,7 @@ class HostTier:
     def find(self, node: Node, tokens: Sequence[int], num_pages: int) -> list[bytes]:
         """Return the digests of the pages after `node` that the tier has without a gap, at most `num_pages`.
 
-        tokens: at least `num_pages` pages of tokens, those after the prefix of `node`. The pages found count as used.
+        tokens: at least `num_pages` pages of tokens, which follow the prefix of `node`. The pages found count as used.
         """
         self.take_checked()
         found: list[bytes] = []
@@ -138,7 +140,7 @@ class HostTier:
         return found
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Note that these copies are used, in the order of their prefix."""
+        """Record that these copies are used. digests: in the order of the prefix"""
         for digest in reversed(digests):  # the first page is overwritten last: without it the others are of no use
             self._slots.move_to_end(digest)
 
@@ -148,7 +150,7 @@ class HostTier:
             yield digest
 
     def load(self, digests: Sequence[bytes], page_ids: Sequence[int]) -> int:
-        """Copy pages to the free pages `page_ids` of the device. Returns how many: up to the first that is gone."""
+        """Copy pages to the free pages `page_ids` of the device. Return their number, up to the first that is gone."""
         count = 0
         for digest, page_id in zip(digests, page_ids, strict=False):
             slot = self._slots.get(digest)
@@ -201,12 +203,12 @@ class HostTier:
         self._moves.append(PageMove("clear", group=self._group))
 
     def recover(self) -> None:
-        """Drop moves, and the copies that may not have been made: the device's state is lost."""
+        """Drop waiting moves and the copies that may not have been made, because the device's state is lost."""
         waiting, self._moves = self._moves, [move for move in self._moves if move.kind in ("drop", "clear")]
         self._give_up_all({move.slot for move in waiting if move.kind == "store"}.union(*self._sent))
 
     def _own_digest(self, node: Node) -> bytes:
-        """Return the digest of the prefix that ends with the page of `node`. The nodes of its path keep theirs."""
+        """Return the digest of the prefix that ends with the page of `node`. Each node of its path keeps its digest."""
         missing: list[Node] = []
         above = node
         while above.digest is None and above.parent is not None:
@@ -227,16 +229,16 @@ class HostTier:
 
 
 def _extended(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the digest of a prefix and one more page. The digest of no page is shorter by _FIRST bytes."""
+    """Return the digest of a prefix with one more page. The digest of an empty prefix is shorter by _FIRST bytes."""
     new = hashlib.sha256(digest + array("i", tokens).tobytes()).digest()
     return (digest[:_FIRST] if len(digest) == len(new) else new[-_FIRST:]) + new[:-_FIRST]
 
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """A prefix that can be used after its pages were loaded.
+    """A prefix that can be used once its pages are loaded.
 
-    node: its deepest node whose full-attention page is cached. after: digests of the pages behind it, to load.
+    node: its deepest node whose full-attention page is cached. after: digests of the pages to load behind it
     """
 
     node: Node
@@ -244,14 +246,14 @@ class StoredPrefix:
 
     @property
     def depth(self) -> int:
-        """Pages of the prefix."""
+        """Number of pages of the prefix."""
         return self.node.depth + len(self.after)
 
 
 class HostTiers:
     """The tiers of all layer groups.
 
-    full: the pages of full attention. window: those of the layers with a sliding window; None if there are none.
+    full: the pages of full attention. window: the pages of the sliding-window layers; None if the model has none
     """
 
     def __init__(self, config: SchedulerConfig, group: WindowGroup | None) -> None:
@@ -278,10 +280,10 @@ class HostTiers:
     # --- finding
 
     def find(self, node: Node, tokens: Sequence[int]) -> StoredPrefix:
-        """Return the longest prefix that can be loaded and begins with that of `node`.
+        """Return the longest prefix that can be loaded and begins with the prefix of `node`.
 
-        node: the deepest one on the way whose full-attention page is cached. Where the window is incomplete, the prefix
-        may end before it. tokens: whole pages of them, those after it
+        node: the deepest node of the request whose full-attention page is cached. If the last window is incomplete, the
+        prefix may end before it. tokens: the tokens after it, in whole pages
         """
         after = self.full.find(node, tokens, len(tokens) // self._page_size)
         if self.window is None:

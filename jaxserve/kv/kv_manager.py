@@ -1,14 +1,14 @@
 """Allocates and frees the slots and KV pages of running requests. Contains no scheduling policy.
 
-Owns the PagePool, the RadixCache and the free slots. `release` is the only place that returns what a request holds.
-It waits until the last step dispatched with the request has been read: until then the device may still write there.
+The `KVManager` owns the PagePool, the RadixCache and the free slots. `release` is the only place that returns a
+request's slot and pages. It waits until the last step dispatched with the request has been read, because until then
+the device may still write there.
 
     pages of a request     [0, cache_node.depth)      owned by the cache and locked, except duplicate_page_ids
                            [cache_node.depth, end)    owned by the request
 
-Prefixes that stay in the cache until another engine has fetched them, or until a limit of time has passed.
-
-Records which pages enter and leave the prefix cache, for the router of a server with several engines.
+If several engines share a server, `HeldPages` keeps prefixes in the cache until another engine has fetched them, and
+`PageLog` reports to the router which pages enter and leave the cache.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jaxserve.types.step import FinishReason, PageMove, Request
 
 
 class HeldPages:
-    """Holds the pages of at most `max_prefixes` prefixes at a time, the latest ones."""
+    """Keeps the pages of the latest prefixes, at most `max_prefixes`, until they are fetched or their time is over."""
 
     def __init__(self, cache: RadixCache, max_prefixes: int = 64) -> None:
         self._cache = cache
         self._max_prefixes = max_prefixes
-        self._held: list[tuple[Node, float]] = []  # seconds to hold, from the next `expire` on
-        self._until: list[tuple[Node, float]] = []  # the end of the time
+        self._held: list[tuple[Node, float]] = []  # with the seconds to hold, counted from the next `expire` on
+        self._until: list[tuple[Node, float]] = []  # with the time at which the hold ends
 
     @property
     def nodes(self) -> list[Node]:
@@ -47,7 +47,7 @@ class HeldPages:
             self._cache.unlock((self._until or self._held).pop(0)[0])
 
     def give_up(self, node: Node) -> None:
-        """End all holds of exactly this prefix: those of the choices of one request too."""
+        """End all holds of exactly this prefix. Each choice of a request has one."""
         for held in (self._until, self._held):
             for entry in [entry for entry in held if entry[0] is node]:
                 held.remove(entry)
@@ -61,7 +61,7 @@ class HeldPages:
         self._held.clear()
 
     def expire(self, now: float) -> None:
-        """End what was held long enough. now: seconds"""
+        """End the holds whose time is over. now: seconds"""
         if self._held or self._until:
             self._until += [(node, now + seconds) for node, seconds in self._held]
             self._held.clear()
@@ -71,26 +71,26 @@ class HeldPages:
 
 
 class PageLog:
-    """The changes since the last `take`. A page that came and left meanwhile is not reported."""
+    """The changes of the prefix cache since the last `take`. A page that came and left meanwhile is not reported."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}  # key -> whether the page was added
 
     def added(self, node: Node) -> None:
-        """Note that the page of `node` is cached now. Its parent is cached or a root."""
+        """Record that the page of `node` is cached now. Its parent is cached or a root."""
         above = node.parent
         assert above is not None and not isinstance(node.key, str)
         if above.page_key is None:
             above.page_key = root_key(str(above.key))
         node.page_key = next_key(above.page_key, array("i", node.key).tobytes())
-        self._note(node.page_key, added=True)
+        self._record(node.page_key, added=True)
 
     def removed(self, node: Node) -> None:
-        """Note that the page of `node` is not cached any more."""
+        """Record that the page of `node` is not cached any more."""
         assert node.page_key is not None
-        self._note(node.page_key, added=False)
+        self._record(node.page_key, added=False)
 
-    def _note(self, key: bytes, *, added: bool) -> None:
+    def _record(self, key: bytes, *, added: bool) -> None:
         if self._changes.pop(key, added) is added:
             self._changes[key] = added
 
@@ -105,16 +105,18 @@ class PageLog:
         return PageEvents(b"".join(keys[True]), b"".join(keys[False]))
 
 
-# Pages that waiting requests load in a step while others run: one program's, and 128 MiB of Llama-3.1-8B.
+# Pages that waiting requests load in a step while others run: as many as one program copies, 128 MiB of Llama-3.1-8B.
 MAX_LOADED = 64
 
 
 class KVManager:
     """Slots and pages of one engine. With `prefix_cache` off the cache stays empty.
 
-    window: pages of the sliding-window layers; None if the model has no such layer. Values per layer group are
-    lists: full attention first, then sliding window. host: copies of evicted pages; None if there are none. page_log:
-    which pages enter and leave the cache; None if there is one engine.
+    window: pages of the sliding-window layers; None if the model has no such layer
+    host: copies of evicted pages; None if the server keeps none
+    page_log: the pages that enter and leave the cache; None if the server has one engine
+
+    Values per layer group are lists: full attention first, then sliding window.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -134,7 +136,7 @@ class KVManager:
         self._leaving: list[Request] = []  # ended or preempted; a step that contains them has not been read yet
 
     def _on_removed(self) -> Callable[[Node], None] | None:
-        """Return what is called with each node that leaves the cache."""
+        """Return the function to call with each node that leaves the cache."""
         window, log = self.window, self.page_log
         if window is None or log is None:
             return window.index.forget if window is not None else log.removed if log is not None else None
@@ -245,8 +247,8 @@ class KVManager:
     def _to_load(self, request: Request, node: Node, surplus: int) -> tuple[StoredPrefix, int]:
         """Return the prefix that `take` uses, and the surplus that is left with it.
 
-        What is loaded for the windowed layers needs pages beside those of the prompt. If they are more than was planned
-        for, nothing is loaded.
+        The sliding-window layers need pages for their loaded copies beside the pages of the prompt. If there are more
+        of them than was planned, nothing is loaded.
         """
         stored = self._find_stored(request, node)
         if self.window is None or stored.depth == node.depth:
@@ -256,14 +258,14 @@ class KVManager:
         return (stored, left) if left >= 0 else (StoredPrefix(node, []), surplus)
 
     def _hold(self, stored: StoredPrefix) -> list[Node]:
-        """Keep what the prefix needs from being evicted or overwritten. Returns nodes whose window pages are locked."""
+        """Protect the prefix from eviction, and its copies from being overwritten. Return the nodes it locked."""
         if self.host is None or self.window is None:
             return []
         self.host.keep(stored)
         return self.window.lock_window(stored.node, stored.depth)
 
     def _load_window(self, node: Node) -> list[Node]:
-        """Load the pages of the last window that are missing. Returns their nodes, whose pages are locked."""
+        """Load the missing pages of the last window. Return their nodes, whose window pages are locked."""
         if self.host is None or self.host.window is None or self.window is None:
             return []
         nodes, pages = self.window.add_missing(node)
@@ -273,7 +275,7 @@ class KVManager:
         return nodes
 
     def _load(self, request: Request, stored: StoredPrefix, page_ids: list[int]) -> Node:
-        """Load stored pages to the first of `page_ids` and insert them into the cache. Returns the new last node."""
+        """Load stored pages to the first of `page_ids` and insert them into the cache. Return the new last node."""
         assert self.host is not None
         node = stored.node
         count = self.host.full.load(stored.after, page_ids)
@@ -283,10 +285,10 @@ class KVManager:
         return new
 
     def load_ahead(self, request: Request, node: Node) -> bool:
-        """Load the first pages of those that `take` would load, if they are too many for one step.
+        """If `take` would load too many pages for one step, load some of them. Return whether the request should wait.
 
-        `node` is the result of a fresh `match`, and there is room for the request. Returns whether the request should
-        wait for a later step. The pages are cached and not locked: the next `match` finds those that were not evicted.
+        It then waits for a later step. `node` is the result of a fresh `match`, and there is room for the request. The
+        pages are cached and not locked: the next `match` finds them unless they were evicted.
         """
         if self.host is None:
             return False
@@ -299,7 +301,8 @@ class KVManager:
         waits = len(stored.after) > most
         if waits and most:
             pages = self.allocate(most)  # may overwrite some of those that were found
-            first, node = node.depth, self._load(request, stored, pages)
+            first = node.depth
+            node = self._load(request, stored, pages)
             self.pool.free(pages[node.depth - first :])
             waits = node.depth > first
             request.num_loaded_ahead = node.depth
@@ -358,7 +361,7 @@ class KVManager:
             self._give_back(request)
 
     def retire(self, step: int) -> None:
-        """Note that `step` and all steps before it have been read, and free what waited for that."""
+        """Record that `step` and all steps before it have been read, and free the requests that waited for that."""
         if self._leaving:
             gone = [request for request in self._leaving if request.last_step <= step]
             self._leaving = [request for request in self._leaving if request.last_step > step]
@@ -384,8 +387,8 @@ class KVManager:
     def adopt(self, namespace: str, token_ids: list[int], most: int | None = None) -> tuple[int, list[int]]:
         """Cache the full pages of `token_ids`, as far as there is room. The caller writes their content before a step.
 
-        most: new pages at most; None: all. Returns how many of the first pages are cached already, and the ids of the
-        new ones.
+        most: largest number of new pages; None: no limit. Returns the number of first pages that were cached already,
+        and the ids of the new pages.
         """
         if not self._prefix_cache:
             return 0, []

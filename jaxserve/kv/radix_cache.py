@@ -91,15 +91,13 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._dead: set[Node] = set()  # discarded while locked; the last unlock frees them
         self._clock = itertools.count(1)
-        # (last_used, tie, leaf). Entries are stale if the node was used, grew or was removed since; `evict` skips
-        # those.
+        # (last_used, tie, leaf). An entry is stale if its node was used, grew or was removed since; `evict` skips it.
         self._leaves: list[tuple[int, int, Node]] = []
 
     # --- reading
 
     def match_prefix(self, namespace: str, tokens: Sequence[int], max_pages: int, hint: Node | None = None) -> Node:
-        """Return the node of the longest cached prefix of `tokens`, at most `max_pages` deep; the root if there is
-        none.
+        """Return the node of the longest cached prefix of `tokens`, at most `max_pages` deep, or the root.
 
         `hint` is an earlier result for the same tokens. The walk starts there, so repeated calls are cheap. Lock the
         node before any other call on the cache, or it may be evicted.
@@ -204,8 +202,8 @@ class RadixCache:
     def merge_duplicates(self, node: Node, page_ids: Sequence[int], duplicates: list[int]) -> list[int]:
         """Replace cached pages that only the caller still locks, up to its `node`, by the caller's copies.
 
-        page_ids: the caller's pages from the root on. duplicates: those of them that the tree also had, in use by
-        others. Returns the duplicates that remain.
+        page_ids: the caller's pages from the root on. duplicates: the caller's pages of which the tree had a copy that
+        others used. Returns the duplicates that remain.
         """
         left: list[int] = []
         for above, page in zip(node.path, page_ids, strict=False):

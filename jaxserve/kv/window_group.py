@@ -1,8 +1,8 @@
-"""Pages of the sliding-window layers held by running requests: allocation, growth and release.
+"""Pages of the sliding-window layers: which ones running requests hold, and which ones the prefix cache has. No jax.
 
 These layers have their own pool and page tables, beside those of the full-attention layers, with the same indices. A
 request holds the pages that a future token, or a token of a step in flight, can see. It releases older pages as its
-steps are read:
+steps are read (`WindowGroup`):
 
     index   0 ............... first ..................... first + len(pages)
             |  released       |  cached, locked       | own  |
@@ -12,13 +12,10 @@ They cover two chunks and a window if enough pages are free, else at least two w
 in the page table). A longer prompt reuses its own pages that fell out of the window. A prompt that fits keeps all
 its pages for the prefix cache.
 
-Tracks which prefixes of the radix cache also have their sliding-window pages. No jax, no requests.
-
-A node of the radix tree always has its full-attention page. Its window page may have been evicted: pages that no
-request sees any more go first, and the node stays. A prefix is usable only if all pages of the last window before
-its end are present; `served` finds the longest such prefix.
-
-Requests lock only the window pages that they see, so older pages of a long prefix can be evicted while it is in use.
+A node of the radix tree always has its full-attention page, but its window page may have been evicted (`WindowIndex`):
+pages that no request sees any more go first, and the node stays. A prefix is usable only if all pages of the last
+window before its end are present; `served` finds the longest such prefix. Requests lock only the window pages that they
+see, so older pages of a long prefix can be evicted while it is in use.
 """
 
 from __future__ import annotations
@@ -137,7 +134,7 @@ class WindowIndex:
             self._release(node)
 
     def forget(self, node: Node) -> None:
-        """Note that a node left the tree. A locked page is freed by its last user."""
+        """Forget a node that left the tree. Its last user frees a locked page."""
         if node in self._idle:
             del self._idle[node]
             self._release(node)
@@ -173,7 +170,7 @@ class WindowPages:
     spare: list[int]  # allocated for the rest of the prompt, not yet in the page table
     num_sent: int
     num_read: int  # prompt tokens whose steps have been read; every step in flight begins at or after them
-    first_own: int  # first index whose page the request owned before the cache got some of them
+    first_own: int  # first index whose page the request owned, before the cache got some of its pages
     num_lost: int = 0  # own pages that other requests still used when the rest of the prompt needed them
     due: int = 0  # number of read tokens at which `advance` next has work
 
@@ -223,15 +220,16 @@ class WindowGroup:
         return len(held.spare) + sum(node is None or self.index.is_last_user(node) for node in held.nodes)
 
     def num_new_pages(self, request: Request, node: Node) -> int:
-        """Return the number of available pages that `take` consumes: the fewest to allocate, and the prefix pages to
-        lock.
+        """Return the number of available pages that `take` consumes.
+
+        That is the fewest pages to allocate, plus the pages of the prefix to lock.
         """
         return self._num_reserved(request, node.depth) + self.index.num_idle(self.index.path(node))
 
     def num_new_with(self, request: Request, node: Node, depth: int) -> int:
-        """Return the number of available pages that `take` consumes at depth `depth`, if what is missing is loaded.
+        """Return the number of available pages that `take` consumes at depth `depth`, if the missing pages are loaded.
 
-        node: the deepest one on the way there
+        node: the deepest cached node on the way there
         """
         first = self.size.first_of_prefix(depth)
         held = [above for above in self.index.path_from(node, first) if above in self.index]
@@ -258,7 +256,7 @@ class WindowGroup:
     def take(self, request: Request, node: Node, surplus: int) -> None:
         """Lock the last window of the prefix `node` and allocate pages for the tokens after it.
 
-        surplus: available pages beyond `num_new_pages`; as many of them as the prompt can use are allocated too
+        surplus: available pages beyond `num_new_pages`; the prompt gets as many of them as it can use
         """
         nodes = self.index.path(node)
         pages = [self.index.lock(above) for above in nodes]
@@ -274,7 +272,7 @@ class WindowGroup:
         )
 
     def lock_window(self, node: Node, depth: int) -> list[Node]:
-        """Lock the cached pages of the last window of a prefix of `depth` pages that begins with `node`'s.
+        """Lock the cached pages of the last window of a prefix of `depth` pages that begins with the prefix of `node`.
 
         Returns their nodes, for `unlock_window`.
         """
@@ -301,10 +299,9 @@ class WindowGroup:
             self.index.unlock(node)
 
     def reach(self, request: Request, end: int) -> int:
-        """Make pages available for the prompt's tokens up to `end` without touching a page that a step in flight can
-        see.
+        """Make pages available for the prompt's tokens up to `end`. Return the position that the pages cover.
 
-        Returns the position that the pages cover.
+        A page that a step in flight can see is not touched.
         """
         held: WindowPages = request.window
         wanted = -(-end // self.size.page_size) - held.end
@@ -328,8 +325,8 @@ class WindowGroup:
     def _reuse(self, held: WindowPages, first: int) -> None:
         """Remove the pages before index `first` from the request.
 
-        Those that only it uses become `spare` pages for the rest of its prompt; if the cache has them, it loses them.
-        Those that other requests use stay in the cache and are counted in `num_lost`.
+        A page that only this request uses becomes a `spare` page for the rest of its prompt; if the cache has it, the
+        cache loses it. A page that other requests use stays in the cache and is counted in `num_lost`.
         """
         for index in range(max(held.first, held.first_own), min(held.end, first)):
             node = held.nodes[index - held.first]
@@ -371,7 +368,7 @@ class WindowGroup:
             node = node.parent
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """Note that the steps of the first `num_tokens` tokens have been read.
+        """Record that the steps of the first `num_tokens` tokens have been read.
 
         After the prompt, pages that no later token sees are freed. During the prompt they are kept, for its own
         later chunks and for the prefix cache.

@@ -1,18 +1,15 @@
 """Chooses the replica for a request: by its load, and by how much of the prompt is in its prefix cache. No jax.
 
     the loads differ by more than MAX_SPREAD and by more than MAX_RATIO   the least loaded
-    a replica has more than half of the prompt                            the one that has most of it
+    a replica has more than half of the prompt                            the replica that has most of it
     otherwise                                                             the least of load minus matched pages
 
 A load is a number of sequences. Batch requests go to the least loaded replica, because no client waits for them.
 
-Which replicas have which prefixes in their caches, as the engines report it. No jax, no requests.
-
-A page is known by its key, which names the whole prefix up to it (types/page_keys.py). So the tree of prefixes is a
-dict from keys to replicas, and the prefix of a prompt is walked page by page.
-
-The index has one entry for each distinct page that an engine has cached: an engine reports each page that it evicts. A
-replica that died is forgotten.
+The `PrefixIndex` knows which replicas have which prefixes in their caches, as the engines report it. A page is known by
+its key, which names the whole prefix up to it (types/page_keys.py). So the tree of prefixes is a dict from keys to
+replicas, and the prefix of a prompt is walked page by page. The index has one entry for each distinct page that an
+engine has cached: an engine reports each page that it evicts. A replica that died is forgotten.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ class PrefixHolders(Generic[Key]):
 
     def __init__(self) -> None:
         self._holders: dict[Key, int] = {}  # key -> a bit for each replica that has it
-        self._bits: dict[int, int] = {}  # of each replica: the entries of its keys share one object
+        self._bits: dict[int, int] = {}  # replica -> its bit; all entries of its keys share this object
 
     def __len__(self) -> int:
         """Return the number of distinct keys."""
@@ -42,14 +39,14 @@ class PrefixHolders(Generic[Key]):
         return key in self._holders
 
     def add(self, replica: int, keys: Iterable[Key]) -> None:
-        """Note that a replica has these keys."""
+        """Record that a replica has these keys."""
         bit, holders = self._bits.setdefault(replica, 1 << replica), self._holders
         for key in keys:
             held = holders.get(key)
             holders[key] = bit if held is None else held | bit
 
     def remove(self, replica: int, keys: Iterable[Key]) -> None:
-        """Note that a replica has these keys no more. Unknown ones are ignored."""
+        """Record that a replica does not have these keys any more. Unknown keys are ignored."""
         bit = 1 << replica
         for key in keys:
             held = self._holders.get(key, 0) & ~bit
@@ -75,17 +72,17 @@ class PrefixHolders(Generic[Key]):
         for key in keys:
             held = left & self._holders.get(key, 0)
             if held != left:
-                _note(found, left ^ held, depth)
+                _record_depth(found, left ^ held, depth)
                 left = held
                 if not held:
                     break
             depth += 1
-        _note(found, left, depth)
+        _record_depth(found, left, depth)
         return found
 
 
-def _note(found: dict[int, int], bits: int, depth: int) -> None:
-    """Note the depth for the replicas of these bits."""
+def _record_depth(found: dict[int, int], bits: int, depth: int) -> None:
+    """Record the depth for the replicas of these bits."""
     while bits:
         lowest = bits & -bits
         found[lowest.bit_length() - 1] = depth
@@ -93,7 +90,7 @@ def _note(found: dict[int, int], bits: int, depth: int) -> None:
 
 
 class PrefixIndex:
-    """Knows the cached pages of every replica. page_size: in tokens, of all replicas"""
+    """Knows the cached pages of every replica. page_size: tokens, the same in all replicas"""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -103,8 +100,8 @@ class PrefixIndex:
         """Return the number of distinct pages."""
         return len(self._pages)
 
-    def take(self, replica: int, events: PageEvents) -> None:
-        """Note what changed in the cache of a replica. Unknown removed pages are ignored."""
+    def update(self, replica: int, events: PageEvents) -> None:
+        """Record the changes of a replica's cache. Unknown removed pages are ignored."""
         self._pages.remove(replica, split_keys(events.removed))
         self._pages.add(replica, split_keys(events.added))
 
@@ -121,17 +118,17 @@ class PrefixIndex:
 
 
 MAX_SPREAD = 8  # sequences by which the loads may differ
-MAX_RATIO = 1.5  # of the largest load to the least
+MAX_RATIO = 1.5  # the largest load divided by the least
 
 Reason = Literal["only", "load", "prefix", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The load of a replica that may get a request. pages_used: share of its KV pages that requests hold now"""
+    """The load of a replica that may get a request. pages_used: the share of its KV pages that requests hold now"""
 
     replica: int
-    num_live: int  # sequences that it was sent, and that have not ended
+    num_live: int  # sequences that were sent to it and have not ended
     pages_used: float = 0.0
 
     @property
@@ -142,7 +139,7 @@ class ReplicaLoad:
 class Router:
     """Chooses replicas by the rules above.
 
-    page_size: in tokens, of all replicas. reasons: how often each rule has chosen
+    page_size: tokens, the same in all replicas. reasons: how often each rule has chosen
     """
 
     def __init__(self, page_size: int) -> None:
@@ -150,12 +147,12 @@ class Router:
         self.reasons: Counter[Reason] = Counter()
         self._page_bytes = page_size * TOKEN_BYTES
 
-    def take(self, replica: int, events: PageEvents) -> None:
-        """Note what changed in the prefix cache of a replica."""
-        self.index.take(replica, events)
+    def update(self, replica: int, events: PageEvents) -> None:
+        """Record the changes of a replica's prefix cache."""
+        self.index.update(replica, events)
 
     def forget(self, replica: int) -> None:
-        """Note that a replica died, and its cache with it."""
+        """Forget the cache of a replica that died."""
         self.index.forget(replica)
 
     def num_cached(self, replica: int, prompt: bytes, namespace: str = "") -> int:
@@ -165,8 +162,8 @@ class Router:
     def choose(self, loads: Sequence[ReplicaLoad], prompt: bytes, namespace: str = "", *, batch: bool = False) -> int:
         """Return the replica for a request.
 
-        loads: of the replicas that may get it, at least one. prompt: token ids, int32, little-endian. namespace: of
-        the prefix cache. batch: the request is of a batch
+        loads: the loads of the replicas that may get it, at least one. prompt: token ids, int32, little-endian.
+        namespace: namespace of the prefix cache. batch: whether the request belongs to a batch
         """
         replica, reason = self._choose(loads, prompt, namespace, batch=batch)
         self.reasons[reason] += 1
@@ -182,7 +179,7 @@ class Router:
         if batch or (most - least > MAX_SPREAD and most > MAX_RATIO * least):
             return ordered[0].replica, "load"
         pages = self.index.match(namespace, prompt, [load.replica for load in ordered])
-        best = max(pages, key=pages.__getitem__)  # the least loaded of equal ones
+        best = max(pages, key=pages.__getitem__)  # among equal replicas the least loaded, which comes first
         if 2 * pages[best] * self._page_bytes > len(prompt):
             return best, "prefix"
         return min(ordered, key=lambda load: load.num_live - pages[load.replica]).replica, "mixed"

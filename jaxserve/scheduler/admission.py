@@ -1,16 +1,15 @@
-"""Estimates for admission: tokens that running requests will still need, room for one more, prefills worth waiting for.
+"""Admission: which waiting requests start, which running ones are preempted for them, and how prompts share a step.
 
-Pure arithmetic over Requests and what they hold. Changes no request and allocates nothing.
+    NewTokenRatio, Room    estimate the tokens that running requests will still need, and the room for one more
+    PrefillsInProgress     knows the prefills that are worth waiting for; like the estimates it changes no request
+    Preemption             preempts running requests if decoding requests lack pages, or a better request has no room
+    Admitter               gives waiting requests a slot and the pages of all their known tokens while there is room
+    Refusals               records why the others wait
+    PromptShares           divides the prompt tokens of one step among prompts; knows no pages and no device
 
-Chooses running requests to preempt: if decoding requests lack pages, or if a better request has no room.
-
-Starts waiting requests: assigns each a slot and the pages of all its known tokens, as long as there is room.
-
-Divides the prompt tokens of one step among prompts. Knows no pages and no device.
-
-Half of the tokens go to prompts in this order: aged, then by priority, by what the tenant was served, and by arrival.
-The other half goes to the prompts of the best priority and tenant with the fewest tokens left, so that a short prompt
-does not wait for a long one. Tokens that one half does not need go to the other half.
+Half of the tokens go to prompts in this order: aged first, then by priority, by the tokens that the tenant was served,
+and by arrival. The other half goes to the prompts of the best priority and tenant with the fewest tokens left, so that
+a short prompt does not wait for a long one. Tokens that one half does not need go to the other half.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ _Key = tuple[Node, tuple[int, ...]]
 class NewTokenRatio:
     """The share of its remaining max_tokens that a request is expected to generate.
 
-    Decays with each decode step and rises to the observed share when pages run out. The scheme and its constants are
-    those of SGLang's scheduler: a low value means more requests at once, a high value means fewer preemptions.
+    Decays with each decode step and rises to the observed share when pages run out. A low value means more requests at
+    once, a high value means fewer preemptions. The scheme and its constants come from SGLang's scheduler.
     """
 
     def __init__(self, start: float) -> None:
@@ -86,16 +85,14 @@ class NewTokenRatio:
 
 
 class Room:
-    """Token counts per layer group, full attention first: what running requests will take, and what is missing."""
+    """Token counts per layer group, full attention first: how many running requests will take, how many are missing."""
 
     def __init__(self, ratio: NewTokenRatio, kv: KVManager) -> None:
         self.ratio = ratio
         self.kv = kv
 
     def reserve(self, requests: Iterable[Request]) -> list[int]:
-        """Return the tokens by which requests are expected to grow. In the sliding-window group growth ends at the
-        window.
-        """
+        """Return the tokens by which requests are expected to grow, which the window limits in the window group."""
         reserved = [self.ratio.reserve(requests)]
         if (window := self.kv.window) is not None:
             size = self.kv.page_size
@@ -165,14 +162,14 @@ class PrefillsInProgress:
             del self._leaders[key]
 
     def awaits_prefill(self, request: Request, step: int) -> bool:
-        """Return whether it is worth waiting for the prefill of a sibling, or of one compared with it before.
+        """Return whether it is worth waiting for the prefill of a sibling, or of a prompt compared with it before.
 
         Does not read the prompt. A sibling is also the hint for the request's next match in the prefix cache.
         """
         sibling = self._siblings.get(request.group) if request.group else None
         if sibling is not None and sibling.prompt_token_ids is request.prompt_token_ids:
             node = sibling.cache_node
-            # Of a sibling that is computed again, the deeper pages are of its output, which is not this request's.
+            # If a sibling is computed again, its deeper pages hold its own output.
             if request.slot is None and node.depth * self._page_size <= len(request.prompt_token_ids):
                 request.cache_node = node
             return self._is_worth(request, sibling, node.depth, step)
@@ -279,8 +276,9 @@ class Preemption:
         return any(request.priority > priority for request in self._running)
 
     def preempt_for(self, request: Request, missing: list[int], started: Collection[Request] = ()) -> None:
-        """Preempt requests of worse priority, or of a tenant with more than its share, if that makes room for a
-        better one.
+        """Preempt worse requests if that makes room for `request`.
+
+        A request is worse if its priority is, or if its tenant has more than its share.
 
         missing: token deficit of each layer group
         started: requests that got their slot in this step; they keep it
@@ -313,8 +311,8 @@ MAX_LOOKUPS = 64  # waiting requests that are looked up in the prefix cache per 
 # of these, the shortest prompts from further back, so that a row of long prompts does not block a short one
 MAX_SHORT = 8
 MAX_SCANNED = 1024  # waiting requests that are scanned to find the short ones, at 1 us each
-# Pages of the requests that start in one step, at 1 us each, but for the first request: 64 siblings of a prompt of
-# 100,000 tokens would hold up a step for 0.3 s.
+# Pages of the requests that start in one step, at 1 us each. The first request may have more. Without this limit, 64
+# siblings of a prompt of 100,000 tokens would hold up a step for 0.3 s.
 MAX_PAGES_TAKEN = 16_384
 
 
@@ -344,7 +342,7 @@ class Admitter:
         self._step = 0
         self._now = 0.0
         self._blocked = False  # a request found no room: no other may start before it
-        self._pages_taken = 0  # by requests that started in this step
+        self._pages_taken = 0  # pages of the requests that started in this step
         self._aged_lack: list[int] = []  # tokens that aged requests lack in each group; empty: no aged one waits
         self._reserved: list[int] = []  # per layer group: tokens by which running requests are expected to grow
         self._refusals = Refusals()
@@ -372,7 +370,7 @@ class Admitter:
     def _awaits_prefill(self, request: Request) -> bool:
         awaits = not request.aged and self._prefills.awaits_prefill(request, self._step)
         if awaits:
-            self._refusals.note(request, WaitReason.SHARED_PREFIX)
+            self._refusals.record(request, WaitReason.SHARED_PREFIX)
         return awaits
 
     def _may_find_room(self) -> bool:
@@ -388,9 +386,9 @@ class Admitter:
         return self._kv.match(request).depth * self._kv.page_size
 
     def arrived(self, request: Request) -> None:
-        """Note that a request was queued. If no slot is free, it is not tried, so its reason is noted here."""
+        """Record why a queued request waits if no slot is free, because then it is not tried."""
         if not self._kv.num_free_slots:
-            self._refusals.note(request, WaitReason.SLOT)
+            self._refusals.record(request, WaitReason.SLOT)
 
     def reason(self, request: Request) -> WaitReason:
         """Return why a waiting request could not start in the last step."""
@@ -411,34 +409,34 @@ class Admitter:
         if self._blocked:
             return False
         if not self._tenants.may_start(request):  # others of its key have started since `open`
-            self._refusals.note(request, WaitReason.KEY_LIMIT)
+            self._refusals.record(request, WaitReason.KEY_LIMIT)
             return False
         in_flight = request.slot is not None  # preempted, and a step with it has not been read
         if in_flight or self._pages_taken >= MAX_PAGES_TAKEN:
-            self._refusals.note(request, WaitReason.LAST_STEP if in_flight else WaitReason.TOKENS)
+            self._refusals.record(request, WaitReason.LAST_STEP if in_flight else WaitReason.TOKENS)
             self._blocked = True
             return False
         kept = self._kv.num_free_slots == 1 and self._tenants.keeps_last_slot(request)
         node = self._kv.match(request)
         if not request.aged and self._prefills.worth_waiting(request, node, self._step):
-            self._refusals.note(request, WaitReason.SHARED_PREFIX)
+            self._refusals.record(request, WaitReason.SHARED_PREFIX)
             return False
         missing = self._room.missing(request, node, self._reserved, alone=not self._running)
         if max(missing) > 0 or kept or not self._kv.num_free_slots or self._aged_lack:
             has_slot = self._kv.num_free_slots and not kept
-            self._refusals.note(request, WaitReason.PAGES if has_slot else WaitReason.SLOT)
+            self._refusals.record(request, WaitReason.PAGES if has_slot else WaitReason.SLOT)
             self._make_room(request, missing)
             return False
         if self._running and self._kv.load_ahead(request, node):
-            self._refusals.note(request, WaitReason.LOADING)
+            self._refusals.record(request, WaitReason.LOADING)
             return False
         self._take(request, node, -missing[-1] // self._kv.page_size)
         return True
 
     def _make_room(self, request: Request, missing: list[int]) -> None:
-        """Preempt worse requests for a request that found no room. missing: its token deficit in each group.
+        """Preempt worse requests for a request that found no room. missing: its token deficit in each group
 
-        An aged request gets the room that comes free. The requests behind it may still preempt worse ones: else an
+        An aged request gets the room that comes free. The requests behind it may still preempt worse requests, or an
         aged batch request would keep online requests waiting until other batch requests end.
         """
         lack = self._aged_lack or [0] * len(missing)
@@ -450,7 +448,7 @@ class Admitter:
             self._blocked = True
 
     def _take(self, request: Request, node: Node, surplus: int) -> None:
-        """surplus: see KVManager.take"""
+        """Start a request. surplus: as in KVManager.take"""
         num_left = max(0, request.num_prefill_tokens - request.num_computed_tokens)
         self._waiting.remove(request)
         self._kv.take(request, node, surplus)
@@ -495,8 +493,8 @@ class Refusals:
         """Begin a new step."""
         self._before, self._now = self._now, {}
 
-    def note(self, request: Request, reason: WaitReason) -> None:
-        """Note that the request could not start in this step."""
+    def record(self, request: Request, reason: WaitReason) -> None:
+        """Record that the request could not start in this step."""
         self._now[request.request_id] = reason
         if self._before.get(request.request_id) is not reason:
             logger.debug("request %s waits: %s", request.request_id, reason.value)
@@ -510,45 +508,45 @@ class Refusals:
 class PromptShares:
     """Divides a token budget among running prompts and waiting requests. Starts waiting requests that receive tokens.
 
-    start       gives a waiting request its slot and its pages; returns whether there was room
-    num_cached  tokens of a waiting request that the prefix cache holds
-    tenant_key  sort key of a request, before its arrival: aged, priority, tenant
-    reach       position, up to the given one, for which a running prompt has pages in this step
-    whole       a prompt is computed in one step; prompts run in order of arrival up to the first that does not fit
+    start          gives a waiting request its slot and its pages; returns whether there was room
+    num_cached     returns the tokens of a waiting request that the prefix cache holds
+    reach          returns the position, at most the given one, up to which a running prompt has pages in this step
+    tenant_key     returns the sort key of a request before its arrival: aged, priority, tenant
+    whole_prompts  a prompt is computed in one step; prompts run in order of arrival up to the first that does not fit
     """
 
     start: Callable[[Request], bool]
     num_cached: Callable[[Request], int]
     reach: Callable[[Request, int], int]
     tenant_key: Callable[[Request], TenantKey]
-    whole: bool = False
+    whole_prompts: bool = False
 
     def divide(
         self, budget: int, running: Sequence[Request], waiting: Sequence[Request], step: int
     ) -> dict[Request, int]:
-        """Return the number of tokens of each prompt in this step. Prompts with tokens left after it come last.
+        """Return the number of tokens of each prompt in this step. A prompt with tokens left after it comes last.
 
-        running: in any order. waiting: in the order of the policy.
+        running: prompts in any order. waiting: requests in the order of the policy
         """
         shares: dict[Request, int] = {}
         in_order = heapq.merge(sorted(running, key=self._order), waiting, key=self._order)
         # Alternate between rounding up and down, so that a budget of one token serves both halves.
-        half = budget if self.whole else (budget + step % 2) // 2
+        half = budget if self.whole_prompts else (budget + step % 2) // 2
         left = budget - self._serve(in_order, half, shares)
-        if left and not self.whole:
+        if left and not self.whole_prompts:
             shortest = sorted((*running, *waiting), key=self._shortest_first)
             self._serve(shortest, left, shares)
         given = [(request, tokens) for request, tokens in shares.items() if tokens and _runs(request)]
         return dict(sorted(given, key=lambda share: self._rest(*share)))
 
     def _serve(self, prompts: Iterable[Request], budget: int, shares: dict[Request, int]) -> int:
-        """Give each prompt what it can use until the budget is spent. Returns the number of tokens given."""
+        """Give each prompt the tokens that it can use until the budget is spent. Return the number of tokens given."""
         left = budget
         for request in prompts:
             if left <= 0:
                 break
             if not _runs(request):
-                if self.whole and request.num_tokens > left:
+                if self.whole_prompts and request.num_tokens > left:
                     break
                 if request in shares or not self.start(request):
                     shares[request] = 0  # try each request once per step
@@ -564,7 +562,7 @@ class PromptShares:
         return self.tenant_key(request), request.arrival
 
     def _shortest_first(self, request: Request) -> tuple[int, tuple[int, float], int, float]:
-        """Sort key: priority, what the tenant was served, fewest tokens left, arrival."""
+        """Sort key: priority, tokens that the tenant was served, tokens left, arrival."""
         if _runs(request):
             left = request.num_prefill_tokens - request.num_computed_tokens
         else:

@@ -1,9 +1,9 @@
 """Policies for batch requests that share steps with online requests. There is one policy per kind of platform.
 
 online request  a request with the priority of an interactive client, or an aged batch request
-batch request   a request of background work, priority BACKGROUND_PRIORITY and higher numbers
+batch request   a request of background work, with priority BACKGROUND_PRIORITY or a higher number
 
-PriorityOnly    GPU and TPU: batch requests are in every step; their prompts come after those of online requests.
+PriorityOnly    GPU and TPU: batch requests are in every step; their prompts come after the online prompts.
                 A decode row in a step with a prompt costs almost nothing there.
 YieldToOnline   CPU: every token makes a step longer, so batch requests skip steps that compute online prompts.
 
@@ -55,7 +55,7 @@ class PriorityOnly:
             self.num_batch += change
 
     def started(self, request: Request, num_tokens: int) -> None:
-        """Note that a request got its slot and has `num_tokens` prompt tokens to compute."""
+        """Record that a request got its slot and has `num_tokens` prompt tokens to compute."""
 
     def joins(self, num_live: int, online_prompts: bool, now: float) -> bool:
         """Return whether batch requests take part in the next step, whatever online requests do in it.

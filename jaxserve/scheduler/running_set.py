@@ -8,9 +8,7 @@ from jaxserve.types.step import Request, RequestStatus
 
 
 class RunningSet:
-    """Requests with a slot, each list in order of admission. Ended requests stay listed until `drop_ended`, once per
-    step.
-    """
+    """Requests with a slot, each list in order of admission. Each step, `drop_ended` removes the ended requests."""
 
     def __init__(self) -> None:
         self.prefilling: list[Request] = []
@@ -47,7 +45,7 @@ class RunningSet:
     def best_first(self, by_priority: bool, *, prompts_only: bool = False) -> list[Request]:
         """Sort the requests to keep first: aged, better priority, more output, shorter prompt.
 
-        prompts_only: those that have no output yet
+        prompts_only: return only the requests without output
         """
         running = (request for request in self if request.status is RequestStatus.RUNNING)
         return sorted(

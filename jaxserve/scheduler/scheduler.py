@@ -1,7 +1,7 @@
 """Decides which requests run in the next step and on which pages. Pure Python over plain data: no jax, text or clock.
 
-Owns every Request from `add` to its last TokenOutput, the queue, the token budget and the meaning of a step's
-tokens. The KVManager owns slots and pages.
+The `Scheduler` owns every Request from `add` to its last TokenOutput, the queue, the token budget and the meaning of a
+step's tokens. The KVManager owns slots and pages.
 
     add -> WAITING --> RUNNING (slot, pages) --> FINISHED
               ^           |                         every transition goes through `_finish`
@@ -10,7 +10,8 @@ tokens. The KVManager owns slots and pages.
 `schedule` may be called before `update` of the previous step, if that has no drafts. It assumes that each row in
 flight yields a token. If such a row ends its request, the token of the additional step is dropped.
 
-The steps that were dispatched and not read, and what a step that was read means for the pages of its requests.
+`StepsInFlight` holds the steps that were dispatched and not read. `PromptProgress` shares and frees pages of the
+requests of a step that was read.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class PromptProgress:
             self._prefills.advance(request)
 
     def complete_prompt(self, request: Request) -> None:
-        """Note the first finite result since admission."""
+        """Record the first finite result since admission."""
         request.prompt_done = True
         self._prefills.remove(request)
 
@@ -145,7 +146,10 @@ class PromptProgress:
 
 
 class Scheduler:
-    """Makes an engine's steps. eos_token_ids: end a request unless it sets ignore_eos. speculation: None: no drafts"""
+    """Makes an engine's steps.
+
+    eos_token_ids: tokens that end a request unless it sets ignore_eos. speculation: None: no drafts
+    """
 
     def __init__(
         self, config: SchedulerConfig, eos_token_ids: tuple[int, ...] = (), speculation: Speculation | None = None
@@ -162,11 +166,13 @@ class Scheduler:
         self._timers = Timers()
         self.in_flight = StepsInFlight()
         self._num_chunk_tokens = 0  # prompt tokens of the last step
-        self._step = self._last_read = 0  # numbers of the last step that was scheduled, and whose tokens were read
+        self._step = 0  # number of the last scheduled step
+        self._last_read = 0  # number of the last step whose tokens were read
         self._ratio = NewTokenRatio(config.new_token_ratio)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
         self._progress = PromptProgress(self.kv, self._prefills)
-        self.batch_policy, self.step_sizes = make_policy(config), config.step_sizes
+        self.batch_policy = make_policy(config)
+        self.step_sizes = config.step_sizes
         self._preemption = Preemption(
             Room(self._ratio, self.kv), self._running, self._tenants, self.counters, self._preempt
         )
@@ -306,8 +312,9 @@ class Scheduler:
     # --- scheduling a step
 
     def schedule(self, now: float, only: Collection[str] | None = None) -> SchedulerOutput | None:
-        """Return the next step; None if nothing can run before a read. now: seconds. only: waiting requests that may
-        start, by id; None: all.
+        """Return the next step; None if nothing can run before a read.
+
+        now: seconds. only: ids of the waiting requests that may start; None: all
         """
         running, policy = self._running, self.batch_policy
         running.drop_ended()
@@ -372,7 +379,7 @@ class Scheduler:
         self._running.drop_ended()
 
     def waiting(self, limit: int) -> list[tuple[Request, WaitReason]]:
-        """At most `limit` waiting requests in the order of the policy, each with the reason why it waits."""
+        """Return at most `limit` waiting requests in the order of the policy, each with the reason why it waits."""
         return [(request, self._reason(request)) for request in self._waiting.first(limit)]
 
     def _reason(self, request: Request) -> WaitReason:

@@ -15,8 +15,8 @@ class Counters:
     """Counters since the start. They only rise."""
 
     steps: int = 0
-    prompt_tokens: int = 0  # of requests, at their first admission
-    cached_tokens: int = 0  # of these, found in the prefix cache
+    prompt_tokens: int = 0  # prompt tokens of requests, at their first admission
+    cached_tokens: int = 0  # those prompt tokens that the prefix cache had
     prefill_tokens: int = 0  # computed in prompt chunks, recomputation included
     recomputed_tokens: int = 0  # computed again after a preemption
     generation_tokens: int = 0  # delivered
@@ -38,7 +38,7 @@ class Counters:
     step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))  # number of steps by size
 
     def count_step(self, num_prompt_tokens: int, num_new_tokens: int) -> None:
-        """Count a dispatched step. num_new_tokens: those that it samples, in decode rows and at the ends of prompts."""
+        """Count a dispatched step. num_new_tokens: tokens that it samples, in decode rows and at the ends of prompts"""
         self.steps += 1
         self.prefill_tokens += num_prompt_tokens
         num_tokens = num_prompt_tokens + num_new_tokens

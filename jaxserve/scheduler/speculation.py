@@ -1,4 +1,4 @@
-"""Speculation of running requests: which rows of a step get drafts, and what became of them.
+"""Speculation of running requests: which rows of a step get drafts, and how many of the drafts were right.
 
 A step with drafts is made from tokens that the host has read, so the step before it is read first. As long as no draft
 is worth a place in a step, nothing changes: the drafts of a request are only compared with its tokens.
@@ -17,7 +17,7 @@ from jaxserve.types.step import DraftCounters, Request, SchedulerOutput
 
 
 class Speculation:
-    """The drafts of all running requests. masks: of the requests with a token mask."""
+    """The drafts of all running requests. masks: the token masks of the requests that have one"""
 
     def __init__(self, drafter: Drafter, masks: DraftMasks, config: SchedulerConfig) -> None:
         self._drafter = drafter
@@ -66,11 +66,12 @@ class Speculation:
         if record is None:
             record = request.speculation = DraftRecord()
         if record.position != request.num_tokens:
-            record.position, record.drafts = request.num_tokens, self._propose(request)
+            record.position = request.num_tokens
+            record.drafts = self._propose(request)
         return record
 
     def _propose(self, request: Request) -> list[int]:
-        # the last token of an output is never a draft, but what the row yields after its drafts
+        # The last token of an output is never a draft: a row yields one token after its drafts.
         most = min(self._config.max_drafts, request.max_tokens - len(request.output_token_ids) - 1)
         if most < 1:
             return []
@@ -80,9 +81,9 @@ class Speculation:
         return list(itertools.takewhile(lambda token: token not in stops, drafts))
 
     def accept(self, request: Request, drafts: tuple[int, ...], new: list[int]) -> tuple[int, int]:
-        """Note the tokens that a row yielded, which are the last ones of the request's output.
+        """Compare a row's drafts with the tokens that it yielded, which are the last ones of the request's output.
 
-        drafts: of the row. Returns how many of them belong to the output, and how many do not.
+        Returns how many of `drafts` belong to the output, and how many do not.
         """
         record: DraftRecord | None = request.speculation
         if record is not None:
@@ -95,6 +96,6 @@ class Speculation:
         return num_accepted, len(drafts) - num_accepted
 
     def forget(self, request: Request) -> None:
-        """Drop what was kept for the drafts of a request that has ended."""
+        """Drop the drafts of a request that has ended."""
         self._drafter.forget(request.request_id)
         request.speculation = None

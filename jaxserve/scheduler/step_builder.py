@@ -1,8 +1,9 @@
-"""Builds one step: makes the device's rows from Requests and updates what each Request counts as computed.
+"""Builds one step: makes the device's rows from Requests and updates what each Request counts as computed. No jax.
 
 All rows are built here. The scheduler decides which request gets a row and how many tokens.
 
-Copies log-probabilities and extra outputs of a step into the outputs of its requests. No jax.
+Once a step was read, `StepLogprobs` and the functions below it copy log-probabilities and extra outputs into the
+outputs of its requests.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _EMPTY: list[int] = []  # shared by all decode rows; never modified
 class StepBuilder:
     """Collects the rows of a step. Add decode rows first, then prompt chunks.
 
-    requests           of the rows, in their order
+    requests           the requests of the rows, in their order
     short_of_pages     a decoding request had no page for its next token
     """
 
@@ -93,14 +94,15 @@ class StepBuilder:
         return page_ids
 
     def room_for_drafts(self, index: int, most: int) -> int:
-        """Return how many drafts, at most `most`, row `index` has pages for. One free page a row is left for others."""
+        """Return for how many drafts, at most `most`, row `index` has pages. Each other row keeps one free page."""
         request = self.requests[index]
         free = max(0, self._kv.num_available - len(self.rows))
         return max(0, min(most, request.page_capacity + free * self._kv.page_size - request.num_computed_tokens))
 
     def add_drafts(self, index: int, drafts: Sequence[int]) -> None:
-        """Give decode row `index` at most as many drafts as `room_for_drafts` says. They count as right until the step
-        is read.
+        """Give decode row `index` drafts, at most as many as `room_for_drafts` says.
+
+        They count as right until the step is read.
         """
         row, request = self.rows[index], self.requests[index]
         request.num_computed_tokens += len(drafts)
@@ -163,8 +165,9 @@ class StepBuilder:
             self._window_pages.append(PageTableUpdate(request.slot, first, page_ids))
 
     def fit(self, sizes: tuple[int, ...]) -> None:
-        """Shorten the last chunk if the step is slightly above one of `sizes` (ascending). The rest waits for the next
-        step.
+        """Shorten the last chunk if the step is slightly above one of `sizes` (ascending).
+
+        The rest of the chunk waits for the next step.
         """
         if not sizes or not self.has_prompt:
             return
@@ -233,7 +236,7 @@ class StepLogprobs:
 
 
 def gather_prompt_outputs(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
-    """Store what a request asks for on the prompt tokens of a chunk."""
+    """Store the values of a chunk's prompt tokens that the request asks for."""
     if row.prompt_logprobs is not None:
         _gather_logprobs(request, row, index, sampled)
     if request.prompt_extras is not None and sampled.extras is not None:
@@ -270,8 +273,9 @@ def too_many_candidates(row: ScheduledRow, index: int, extras: StepExtras | None
 
 
 def add_extras(result: TokenOutput, row: ScheduledRow, index: int, extras: StepExtras | None) -> None:
-    """Add the extra outputs that `row` asks for to `result`, whose log-probabilities are set. The row yielded one
-    token.
+    """Add the extra outputs that `row` asks for to `result`, whose log-probabilities are set.
+
+    The row yielded one token.
     """
     asked = row.extras
     if asked is None or not result.token_ids:
@@ -290,7 +294,7 @@ def _with_ids(entry: TokenLogprobs, values: list[float]) -> TokenLogprobs:
 
 
 def ask_prompt_outputs(request: Request) -> None:
-    """Prepare to collect what a request asks for on its prompt tokens, unless it was sent already."""
+    """Prepare to collect the values of prompt tokens that a request asks for, unless they were sent already."""
     if request.is_answered:
         return
     if request.params.prompt_logprobs is not None:
@@ -300,7 +304,7 @@ def ask_prompt_outputs(request: Request) -> None:
 
 
 def take_prompt_outputs(request: Request, result: TokenOutput) -> None:
-    """Move what was collected on all prompt tokens into `result`, once."""
+    """Move the collected values of all prompt tokens into `result`, once."""
     result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     if request.prompt_extras is not None:
         result.extras = request.prompt_extras.joined(request.num_prompt_tokens)
@@ -308,7 +312,7 @@ def take_prompt_outputs(request: Request, result: TokenOutput) -> None:
 
 
 def report_first(request: Request, result: TokenOutput, now: float, counters: Counters) -> None:
-    """Add what is sent once to the first output of a request. now: seconds"""
+    """Add the values that are sent once to the first output of a request. now: seconds"""
     if request.is_answered:
         return
     result.num_cached_tokens = request.num_cached_tokens

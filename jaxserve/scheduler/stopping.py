@@ -15,7 +15,7 @@ from jaxserve.types.step import FinishReason, Request
 
 
 def resolve(request: Request, eos_token_ids: tuple[int, ...]) -> None:
-    """Set what follows from a new request's parameters: stop tokens, the last token to compute, extra outputs."""
+    """Set the fields that follow from a new request's parameters: stop tokens, last token to compute, extra outputs."""
     params = request.params
     eos = () if params.ignore_eos else eos_token_ids
     request.stop_token_ids = frozenset((*eos, *params.stop_token_ids))
@@ -50,7 +50,7 @@ def overdue(request: Request, now: float, queue_timeout: float | None) -> str | 
 
 
 class Timers:
-    """Request ids by the time at which they must be checked. The caller defines the clock, in seconds."""
+    """Request ids by the time at which they must be checked, in seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []

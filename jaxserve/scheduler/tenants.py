@@ -2,11 +2,11 @@
 
 Each tenant has a count of served tokens, divided by its weight. The tenant with the least count is tried first (the
 virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588). A tenant that
-returns after a pause starts at the least count of those that are there, so it saves up nothing. Counts that differ by
-less than the tokens of a step are equal; then the tenant with fewer running requests comes first.
+returns after a pause starts at the least count of the tenants that are there, so it saves up nothing. Counts that
+differ by less than the tokens of a step are equal; then the tenant with fewer running requests comes first.
 
-That decides who starts, and it is too late if others hold every slot with long requests. So a tenant that holds less
-than its share of slots and pages may also preempt requests of one that holds more than its share. The share is the
+That decides who starts. It does not help if others hold every slot with long requests. So a tenant that holds less
+than its share of slots and pages may also preempt requests of a tenant that holds more than its share. The share is the
 weight over the weights of the tenants that have requests. It counts the scarcer of the two resources, as in Ghodsi et
 al., "Dominant Resource Fairness" (NSDI 2011). A preemption takes a step or two, so the last slot is kept for a tenant
 with less than its share.
@@ -36,9 +36,9 @@ def tenant_of(request: Request) -> Tenant:
 
 @dataclass(slots=True)
 class _Account:
-    """What one tenant was served and has live.
+    """The tokens that one tenant was served, and its live requests.
 
-    served: tokens divided by the tenant's weight. quantum: tokens of a step; `rank` takes counts within one quantum as
+    served: tokens divided by the tenant's weight. quantum: tokens of a step; `rank` treats counts within one quantum as
     equal. num_live: requests that wait or run
     """
 
@@ -55,17 +55,17 @@ class _Account:
 
     @property
     def num_startable(self) -> int | None:
-        """Requests that may start now; None: any number."""
+        """Number of requests that may start now; None: no limit."""
         most = self.tenant.max_running
         return None if most is None else max(0, most - self.num_running)
 
 
 class TenantShares:
-    """The accounts of all tenants. Their number is that of the configured API keys.
+    """The accounts of all tenants. There are as many as configured API keys.
 
     several: requests of more than one tenant wait or run
     counts: there has been more than one tenant, so `charge` must be called
-    num_slots, num_pages: of the engine. quantum: tokens of a step
+    num_slots, num_pages: size of the engine. quantum: tokens of a step
     """
 
     def __init__(self, num_slots: int, num_pages: int, quantum: int) -> None:
@@ -108,7 +108,7 @@ class TenantShares:
     def charge(self, rows: Sequence[ScheduledRow], requests: Sequence[Request]) -> None:
         """Count the tokens of a step's rows, drafts included. Tokens that are computed again cost nothing.
 
-        requests: those of the rows
+        requests: the requests of the rows
         """
         for row, request in zip(rows, requests, strict=True):
             if not (request.num_preemptions and request.num_inflight_tokens == 0):
@@ -116,21 +116,22 @@ class TenantShares:
                 account.served += (row.num_tokens + len(row.drafts)) / account.tenant.weight
 
     def key_of(self, request: Request) -> TenantKey:
-        """Sort key of prompts: aged, better priority, the tenant that was served least.
+        """Return the sort key of prompts: aged, better priority, the tenant that was served least.
 
-        Among several tenants an aged request does not pass those of the others.
+        Among several tenants an aged request does not pass the requests of others.
         """
         if self.several:
             return False, request.priority, self._account(request).rank
         return not request.aged, request.priority, (0, 0.0)
 
     def limit(self, budget: int, prompts: Sequence[Request], before: int) -> int:
-        """Return how many of `budget` prompt tokens a step may have: twice those of the tenant that is first, so
-        that its first token does not wait for another tenant's chunk beside the chunk in flight.
+        """Return how many of `budget` prompt tokens a step may have.
 
-        Not after a step that was limited, or long prompts would be computed in small pieces beside many short ones.
+        The limit is twice the prompt tokens of the tenant that is first, so that its first token does not wait for
+        another tenant's chunk beside the chunk in flight. It does not apply after a step that was limited, or long
+        prompts would be computed in small pieces beside many short ones.
 
-        prompts: those that may be computed. before: prompt tokens of the step before
+        prompts: requests that may be computed. before: prompt tokens of the step before
         """
         if not (self.several and prompts):
             return budget
@@ -150,7 +151,7 @@ class TenantShares:
         return self.counts and self._num_slots >= MIN_SLOTS and not self._is_below(self._account(request))
 
     def some_may_start(self, num_free_slots: int) -> bool:
-        """Return whether the free slots, or a claim on those of another tenant, may let a waiting request start."""
+        """Return whether the free slots, or a claim on another tenant's slots, may let a waiting request start."""
         if num_free_slots > 1 or not self.counts or self._num_slots < MIN_SLOTS:
             return num_free_slots > 0 or (self.several and self._some_claim())
         waiting = (account for account in self._live.values() if account.num_live > account.num_running)
@@ -196,7 +197,7 @@ class TenantShares:
                 heapq.heappush(line, (account.rank, place))
 
     def claim(self, request: Request, running: Iterable[Request], page_size: int) -> Claim | None:
-        """Return which running requests may be preempted for a waiting one; None: none of any tenant."""
+        """Return which running requests may be preempted for a waiting one; None: none may."""
         if not self.several:
             return None
         held = {
@@ -217,7 +218,7 @@ class TenantShares:
 
 
 def _num_left(request: Request) -> int:
-    """Return the prompt tokens that are left to compute; of a waiting request all, cached or not."""
+    """Return the prompt tokens that are left to compute. A waiting request has all of them left, cached or not."""
     if request.slot is None:
         return request.num_tokens
     return request.num_prefill_tokens - request.num_computed_tokens
@@ -225,7 +226,7 @@ def _num_left(request: Request) -> int:
 
 @dataclass(slots=True)
 class _Held:
-    """What one tenant holds, and its share of the engine, from 0 to 1. served: in steps"""
+    """The slots and pages that one tenant holds, and its share of the engine, from 0 to 1. served: in steps"""
 
     served: int
     share: float

@@ -1,4 +1,4 @@
-"""The waiting requests in the order of the policy, and why the next one waits.
+"""The waiting requests in the order of the policy, and the reasons for which a request waits.
 
 A request that waits rises in priority with time, so that none waits for ever.
 """
@@ -21,12 +21,12 @@ _Entry = tuple[int, float, int, Request]
 
 
 def age_of(request: Request) -> tuple[int, float]:
-    """Sort key: the oldest request first."""
+    """Return the sort key by age: the oldest request comes first."""
     return request.queued_step, request.arrival
 
 
 class Aging:
-    """Finds requests to age: those without a first token `aging_steps` steps after they were queued.
+    """Finds the requests to age, which have no first token `aging_steps` steps after they were queued.
 
     Under fcfs only batch requests age, because all other requests run in order of arrival anyway. At most one batch
     request is aged at a time. The next one follows `aging_steps` steps after the end of the last, so a long queue of
@@ -100,8 +100,9 @@ MatchLength = Callable[[Request], int]
 
 
 class WaitingQueue:
-    """Waiting requests, ordered by arrival within a class. There is one class per priority (see SchedulerConfig.rank),
-    with a queue for each tenant.
+    """Waiting requests, ordered by arrival within a class.
+
+    There is one class per priority (see SchedulerConfig.rank), with a queue for each tenant.
 
     num_tokens    prompt tokens that wait
     num_online    waiting requests that are not batch requests
@@ -148,7 +149,7 @@ class WaitingQueue:
 
     @property
     def best_priority(self) -> int | None:
-        """The best priority of the waiting requests that are tried first. None if no request waits."""
+        """Best priority of the waiting requests that are tried first; None if no request waits."""
         first = [request.priority for request in itertools.islice(self._aged, MAX_AGED_TRIED)]
         return min((*first, *self._priorities[:1]), default=None)
 
@@ -178,11 +179,11 @@ class WaitingQueue:
     def candidates(self, *, batch: bool = True, only: Collection[str] | None = None) -> Iterator[Request]:
         """Iterate over all requests in the order of the policy. Do not change the queue during the iteration.
 
-        batch: include batch requests that are not aged. only: ids of the requests to include; None: all. Others do not
-        count in the limits of their tenants
+        batch: include batch requests that are not aged. only: ids of the requests to include; None: all. Excluded
+        requests do not count in the limits of their tenants.
         """
         aged = self._aged if only is None else list(_those(only, self._aged))
-        within: list[Request] = []  # aged requests that pass only the others of their priority and tenant
+        within: list[Request] = []  # aged requests that pass only requests of their own priority and tenant
         if self._tenants.several:
             within = [request for request in aged if request.priority < self._batch_priority]
             aged = [request for request in aged if request.priority >= self._batch_priority]
@@ -199,7 +200,7 @@ class WaitingQueue:
             yield from self._tenants.interleaved(queues)
 
     def first(self, count: int) -> list[Request]:
-        """Return at most `count` requests: in the order of the policy, then those whose tenant has reached a limit."""
+        """Return at most `count` requests in the order of the policy; last, requests of tenants that are at a limit."""
         found = dict.fromkeys(itertools.islice(self.candidates(), count))
         for request in self if len(found) < count else ():
             found.setdefault(request)
@@ -264,7 +265,7 @@ def _by_tenant(requests: Iterable[Request]) -> dict[str, list[Request]]:
 
 
 class WaitReason(enum.StrEnum):
-    """What a request that has no slot waits for. The value is what operators read."""
+    """The reason for which a request has no slot. Operators read the value."""
 
     GRAMMAR = "its grammar is being compiled"
     ISOLATION = "requests are tried one by one to find the one that makes the device fail"

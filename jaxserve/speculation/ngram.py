@@ -1,11 +1,11 @@
-"""Drafts from the request's own text: the tokens that followed the last occurrence of its latest tokens.
-
-How many drafts each row of a step is given: as many as make the step's tokens cheaper than without drafts.
-
-The interface between what guesses tokens and what verifies them.
+"""N-gram drafts: guesses of a request's next tokens from its own text, and how many of them a step computes.
 
 A drafter guesses the next tokens of a request. The model then computes all of them in one step, and the sampler keeps
-those that it would have drawn anyway. So a drafter changes the time that an output takes and never its tokens.
+the tokens that it would have drawn anyway. So a drafter changes the time that an output takes and never its tokens.
+
+    Drafter, DraftMasks   the interfaces between guessing and verifying
+    NGramDrafter          proposes the tokens that followed the last occurrence of the request's latest tokens
+    allot                 gives each row of a step as many drafts as make its tokens cheaper than without drafts
 """
 
 from __future__ import annotations
@@ -19,6 +19,31 @@ from typing import Protocol
 from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import Request
 
+
+class Drafter(Protocol):
+    """Guesses tokens. One drafter serves all requests of an engine."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """Return at most `most` tokens that are likely to follow a request's known tokens; [] without a guess."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop the state of a request that has ended. The request may be unknown."""
+        ...
+
+
+class DraftMasks(Protocol):
+    """The token masks of requests, as far as drafts need them."""
+
+    def forced(self, request_id: str, most: int) -> list[int]:
+        """Return at most `most` tokens that the request's grammar prescribes after its known tokens."""
+        ...
+
+    def allow(self, request_id: str, drafts: list[int]) -> list[int]:
+        """Return the first drafts that the mask allows, and keep the masks after each of them for the next step."""
+        ...
+
+
 ALWAYS_INDEXED = 64  # a call with at most so many new tokens indexes all of them, whatever the rate
 MAX_COMPARED = 8  # earlier occurrences that are compared for the longest match
 MAX_INDEXED = 4096  # tokens that one call adds to an index; 0.4 us each
@@ -28,7 +53,7 @@ INDEXED_PER_SECOND = 250_000  # of all requests together: a tenth of the thread'
 class NGramIndex:
     """The occurrences of each n-gram in one sequence, latest first.
 
-    smallest: tokens of an n-gram that must match. largest: tokens beyond which a longer match counts no more.
+    smallest: number of tokens that must match. largest: number of tokens beyond which a longer match is not better
     """
 
     def __init__(self, smallest: int, largest: int) -> None:
@@ -36,7 +61,7 @@ class NGramIndex:
         self._largest = largest
         self._tokens: list[int] = []
         self._latest: dict[int, int] = {}  # hash of an n-gram -> index of the token after its last occurrence
-        self._earlier: list[int] = []  # the same index of the occurrence before, by index; 0: none
+        self._earlier: list[int] = []  # by index: the index after the occurrence before it; 0: none
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -55,10 +80,9 @@ class NGramIndex:
             latest[key] = index
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens that followed the longest match of the sequence's end, the latest of equal
-        ones.
+        """Return at most `most` tokens that followed the longest match of the sequence's end.
 
-        A match that reaches the end is a repetition; the drafts repeat it.
+        Of equally long matches the latest counts. A match that reaches the end is a repetition; the drafts repeat it.
         """
         if len(self._tokens) < self._smallest:
             return []
@@ -121,10 +145,10 @@ class NGramDrafter:
 
 
 FIRST_RATE = 0.3  # assumed before any draft was compared: one right draft is enough to begin
-MEMORY = 16  # drafts that a row's rate is an average of
+MEMORY = 16  # a row's rate is the average of so many drafts
 WORTH = 1.1  # the least gain: a step with drafts is read before the next one is made, which costs time too
 LEAST = 0.05  # a draft that is right less often is not worth its place in a step
-UNTIMED_COST = 0.05  # of each draft, in plain steps, if no step was timed
+UNTIMED_COST = 0.05  # cost of each draft in plain steps, if no step was timed
 
 
 @dataclass(slots=True)
@@ -158,7 +182,7 @@ class DraftRecord:
 def allot(
     num_rows: int, offers: Sequence[tuple[float, int]], sizes: Sequence[int], times: StepTimes
 ) -> list[int] | None:
-    """Return how many of its drafts each offer gets in a step of `num_rows` rows; None: better a step without drafts.
+    """Return how many of its drafts each offer gets in a step of `num_rows` rows; None if no drafts are better.
 
     offers: (rate, number of drafts). sizes: tokens of a step with drafts, ascending; half as many rows fit.
 
@@ -190,29 +214,3 @@ def allot(
     for _, i in gains[:taken]:
         counts[i] += 1
     return counts
-
-
-class Drafter(Protocol):
-    """Guesses tokens. One drafter serves all requests of an engine."""
-
-    def propose(self, request: Request, most: int) -> list[int]:
-        """Return at most `most` tokens that are likely to follow the known tokens of a request; none if it has no
-        guess.
-        """
-        ...
-
-    def forget(self, request_id: str) -> None:
-        """Drop what was kept for a request that has ended. It may be unknown."""
-        ...
-
-
-class DraftMasks(Protocol):
-    """The token masks of requests, as far as drafts need them."""
-
-    def forced(self, request_id: str, most: int) -> list[int]:
-        """Return at most `most` tokens that the request's grammar prescribes after its known tokens."""
-        ...
-
-    def allow(self, request_id: str, drafts: list[int]) -> list[int]:
-        """Return the first drafts that the mask allows, and keep the masks after each of them for the next step."""
-        ...

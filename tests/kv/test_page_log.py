@@ -89,6 +89,6 @@ def test_the_reports_of_a_random_life_add_up_to_the_cache() -> None:
         if rng.random() < 0.01:
             kv.flush()
         if rng.random() < 0.3 and (events := log.take()) is not None:
-            index.take(0, events)
+            index.update(0, events)
             assert len(index) == len(cached(kv)), turn
     assert len(index) > 10

@@ -23,7 +23,7 @@ def router(**cached: tuple[int, ...]) -> Router:
     """r0=(1, 2, 3, 4): replica 0 has the two pages of this prompt."""
     made = Router(PAGE)
     for name, tokens in cached.items():
-        made.take(int(name[1:]), PageEvents(keys(*tokens)))
+        made.update(int(name[1:]), PageEvents(keys(*tokens)))
     return made
 
 
@@ -72,14 +72,14 @@ def test_only_replicas_that_may_get_it_are_chosen() -> None:
 
 def test_a_prefix_is_of_its_namespace() -> None:
     made = Router(PAGE)
-    made.take(0, PageEvents(keys(1, 2, 3, 4, namespace="a")))
+    made.update(0, PageEvents(keys(1, 2, 3, 4, namespace="a")))
     assert made.choose(loads(1, 0), prompt(1, 2, 3, 4), "a") == 0
     assert made.choose(loads(1, 0), prompt(1, 2, 3, 4), "b") == 1
 
 
 def test_what_an_engine_evicts_and_what_a_dead_one_had_is_forgotten() -> None:
     made, ask = router(r0=(1, 2, 3, 4), r1=(1, 2, 3, 4)), prompt(1, 2, 3, 4)
-    made.take(0, PageEvents(removed=keys(1, 2, 3, 4)))
+    made.update(0, PageEvents(removed=keys(1, 2, 3, 4)))
     assert made.index.match("", ask, [0, 1]) == {0: 0, 1: 2}
     made.forget(1)
     assert made.index.match("", ask, [0, 1]) == {0: 0, 1: 0} and not len(made.index)
@@ -88,8 +88,8 @@ def test_what_an_engine_evicts_and_what_a_dead_one_had_is_forgotten() -> None:
 def test_a_match_ends_at_the_first_gap() -> None:
     index = PrefixIndex(PAGE)
     first, second, third = page_keys("", prompt(1, 2, 3, 4, 5, 6), PAGE)
-    index.take(0, PageEvents(first + third))
-    index.take(1, PageEvents(first + second))
+    index.update(0, PageEvents(first + third))
+    index.update(1, PageEvents(first + second))
     assert index.match("", prompt(1, 2, 3, 4, 5, 6), [0, 1, 2]) == {0: 1, 1: 2, 2: 0}
 
 
@@ -104,10 +104,10 @@ def test_the_index_says_what_sets_of_prefixes_say(seed: int) -> None:
         cache = caches[replica]
         if tokens in cache and rng.random() < 0.7:
             cache.remove(tokens)
-            index.take(replica, PageEvents(removed=last))
+            index.update(replica, PageEvents(removed=last))
         elif tokens not in cache:
             cache.add(tokens)
-            index.take(replica, PageEvents(last))
+            index.update(replica, PageEvents(last))
         if rng.random() < 0.02:
             cache.clear()
             index.forget(replica)
