@@ -416,3 +416,66 @@ def test_a_name_of_claude_is_the_one_served_model(
     for route, model in (("messages", "gpt-9"), ("messages", "xclaude-x"), ("chat/completions", "claude-haiku-4-5")):
         answer = server.http.post(f"/v1/{route}", json={"model": model, "max_tokens": 8, "messages": messages})
         assert answer.status_code == 404, (route, model)
+
+
+FOUND = {"type": "tool_reference", "tool_name": "weather"}
+SHOWN = '{"type": "function", "function": {"name": "weather", "description": "The weather in a city."'
+
+
+def searched(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    """A conversation whose model called a tool of the client's that searches for tools."""
+    use = {"type": "tool_use", "id": "t0", "name": "time", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t0", "content": list(blocks)}
+    return [*USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+
+def late(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*USER, {"role": "system", "content": [*blocks, {"type": "text", "text": "Go on."}]}]
+
+
+def test_a_deferred_tool_is_shown_where_a_message_brings_it(server: LiveServer, claude: Any) -> None:
+    """As Claude Code's ToolSearch does it: the tools at the head do not change, so the prefix cache finds them."""
+    tools = [WEATHER | {"defer_loading": True}, TIME]
+    both(claude, tools=[TIME])
+    first = prompt_of(server)
+    both(claude, tools=tools)
+    assert prompt_of(server) == first
+    addition = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "weather"}}
+    inline = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": WEATHER}}
+    head = first.partition("Weather in Paris?")[0]
+    for offered, messages in ((tools, searched(FOUND)), (tools, late(addition)), ([TIME], late(inline))):
+        reply_with(server, CALL)
+        message = both(claude, tools=offered, messages=messages)
+        assert [(block.type, block.name, block.input) for block in message.content] == [
+            ("tool_use", "weather", {"city": "Paris"})
+        ]
+        prompt = prompt_of(server)
+        assert prompt.startswith(head) and SHOWN in prompt.removeprefix(head) and "weather" not in head
+        assert claude.beta.messages.count_tokens(model="demo", tools=offered, messages=messages).input_tokens > 100
+    reply_with(server, CALL)
+    assert both(claude, tools=tools).content[0].type == "text"  # it was not brought
+
+
+def test_a_removed_tool_cannot_be_called(server: LiveServer, claude: Any) -> None:
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "weather"}}
+    reply_with(server, CALL)
+    message = both(claude, tools=[WEATHER, TIME], messages=late(removal))
+    assert message.content[0].type == "text"
+    prompt = prompt_of(server)
+    assert SHOWN in prompt and "weather cannot be called" in prompt  # the head stays as it was
+    both(claude, tools=[WEATHER], messages=late(removal), tool_choice={"type": "none"})
+    with pytest.raises(anthropic.BadRequestError, match="there are no tools"):
+        both(claude, tools=[WEATHER], messages=late(removal), tool_choice={"type": "any"})
+
+
+def test_with_anthropics_search_no_tool_is_left_out(server: LiveServer, claude: Any) -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    both(claude, tools=[search, WEATHER | {"defer_loading": True}])
+    assert SHOWN in prompt_of(server)
+
+
+def test_a_tool_that_is_not_there_cannot_be_brought(claude: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"messages.2.content.0.content.0: there is no tool 'weather'"):
+        both(claude, tools=[TIME], messages=searched(FOUND))
+    with pytest.raises(anthropic.BadRequestError, match=r"messages.1.content.0.tool is missing"):
+        both(claude, tools=[TIME], messages=late({"type": "tool_removal"}))

@@ -28,6 +28,50 @@ class Source(NestedObject):
     content: Any = None
 
 
+class MessageTool(NestedObject):
+    """A tool of the client. Tools that Anthropic hosts have another `type`; they are not offered."""
+
+    name: ToolName | None = Field(None, description="Required of a tool of the client.")
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = Field(
+        None, description="Default false: what cannot be enforced of the schema is left out, instead of refused."
+    )
+
+    defer_loading: bool | None = Field(
+        None, description="Leave it out of the prompt until a tool_reference or a tool_addition brings it."
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the client runs it. The others Anthropic runs, and they are not offered."""
+        return self.type in (None, "custom")
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: hosted tools have fields of their own."""
+        return {}
+
+
+class ChangedTool(NestedObject):
+    """The tool that a message brings or takes away: `name` is an earlier one's, `definition` a new tool."""
+
+    type: str
+    name: str | None = None
+    definition: MessageTool | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the client runs it."""
+        return self.name is not None if self.definition is None else self.definition.is_own
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: hosted tools have fields of their own."""
+        return {}
+
+
 class Block(NestedObject):
     """A part of a message; `type` decides which fields are read."""
 
@@ -43,6 +87,8 @@ class Block(NestedObject):
     source: Source | str | None = None
     title: str | None = None
     context: str | None = None
+    tool_name: str | None = None
+    tool: ChangedTool | None = None
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
@@ -56,23 +102,6 @@ Blocks = Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)]
 class InputMessage(NestedObject):
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
-
-
-class MessageTool(NestedObject):
-    """A tool of the client. Tools that Anthropic hosts have another `type`; they are not offered."""
-
-    name: ToolName | None = Field(None, description="Required of a tool of the client.")
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = Field(
-        None, description="Default false: what cannot be enforced of the schema is left out, instead of refused."
-    )
-
-    @property
-    def unknown_fields(self) -> dict[str, Any]:
-        """None: hosted tools have fields of their own."""
-        return {}
 
 
 class MessageToolChoice(NestedObject):

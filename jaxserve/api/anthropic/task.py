@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import operator
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from jaxserve.api.anthropic.protocol import (
     Block,
+    ChangedTool,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
@@ -52,9 +54,19 @@ _SKIPPED = frozenset(
         "mcp_tool_result",
         "container_upload",
         "tool_search_tool_result",
-        "tool_reference",
     }
 )
+
+# kind of block -> the field that it is nothing without
+_NEEDED = {
+    "text": "text",
+    "tool_use": "name",
+    "tool_result": "tool_use_id",
+    "thinking": "thinking",
+    "tool_reference": "tool_name",
+    "tool_addition": "tool",
+    "tool_removal": "tool",
+}
 
 
 def system_text(system: str | Sequence[Block] | None) -> str:
@@ -86,13 +98,15 @@ def check_blocks(
 
 
 def _check(block: Block, param: str, note: Callable[[str], None]) -> None:
-    needed = {"text": "text", "tool_use": "name", "tool_result": "tool_use_id", "thinking": "thinking"}.get(block.type)
+    needed = _NEEDED.get(block.type)
     if needed is not None and getattr(block, needed) is None:
         raise InvalidValueError(f"{param}.{needed} is missing.", param=param, code="missing_required_parameter")
     if block.type == "document":
         _check_document(block, param)
     elif block.type == "image" or block.type in _SKIPPED:
         note(block.type)
+    elif (changed := changed_tool(block)) is not None and not changed.is_own:
+        note(f"{block.type}.{changed.type}")
     elif needed is None and block.type != "search_result":
         raise InvalidValueError(f"{param}.type: {block.type!r} is no type of block.", param=f"{param}.type")
     for place, inner in enumerate(block.content if isinstance(block.content, list) else ()):
@@ -104,6 +118,64 @@ def _check_document(block: Block, param: str) -> None:
     if kind not in ("text", "content"):
         message = f"{param}: a document with a source of type {kind!r} cannot be read; send its text."
         raise UnsupportedParameterError(message, param=param)
+
+
+class OfferedTools:
+    """The client's own tools, as a conversation offers them.
+
+    A deferred tool is not at the head of the prompt, where it would change all tokens behind it. Its definition stands
+    where a message brings it. If Anthropic is to search for tools, none is deferred, because nobody searches here.
+
+    head: the tools that the prompt begins with. callable: by name, those that the model may call
+    """
+
+    def __init__(self, tools: Sequence[MessageTool]) -> None:
+        self._known = {tool.name or "": tool for tool in tools if tool.is_own}
+        is_searched = any((tool.type or "").startswith("tool_search_tool") for tool in tools)
+        self.head = [tool for tool in self._known.values() if is_searched or not tool.defer_loading]
+        self.callable = {tool.name or "": tool for tool in self.head}
+
+    def follow(self, messages: Sequence[InputMessage]) -> list[InputMessage]:
+        """Return the conversation with texts in place of blocks that bring tools or take them away.
+
+        Raises InvalidValueError if a block names a tool that is not there.
+        """
+        return [self._message(message, f"messages.{number}") for number, message in enumerate(messages)]
+
+    def _message(self, message: InputMessage, param: str) -> InputMessage:
+        if isinstance(message.content, str):
+            return message
+        content = self._blocks(message.content, param)
+        return message if content is message.content else message.model_copy(update={"content": content})
+
+    def _blocks(self, blocks: list[Block], param: str) -> list[Block]:
+        found = [self._block(block, f"{param}.content.{place}") for place, block in enumerate(blocks)]
+        return blocks if all(map(operator.is_, found, blocks)) else found
+
+    def _block(self, block: Block, param: str) -> Block:
+        if block.type == "tool_result" and isinstance(block.content, list):
+            content = self._blocks(block.content, param)
+            return block if content is block.content else block.model_copy(update={"content": content})
+        changed = changed_tool(block)
+        if changed is None or not changed.is_own:
+            return block
+        tool = changed.definition or self._known.get(changed.name or "")
+        if tool is None:
+            raise InvalidValueError(f"{param}: there is no tool {changed.name!r}.", param=param)
+        name = tool.name or ""
+        if block.type == "tool_removal":
+            self.callable.pop(name, None)
+            return Block(type="text", text=f"The function {name} cannot be called any more.")
+        self._known[name] = self.callable[name] = tool
+        function = shown_function(name, tool.description, tool.input_schema)
+        return Block(type="text", text=f"A function you can call now: {json.dumps(function, ensure_ascii=False)}")
+
+
+def changed_tool(block: Block) -> ChangedTool | None:
+    """Return the tool that a block brings or takes away, if it is such a block."""
+    if block.type == "tool_reference":
+        return ChangedTool(type=block.type, name=block.tool_name)
+    return block.tool if block.type in ("tool_addition", "tool_removal") else None
 
 
 def template_messages(system: str, messages: Sequence[InputMessage], *, system_in_middle: bool) -> list[Message]:
@@ -214,8 +286,7 @@ def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
     watermark_key = reveal(state.config.server.watermark_key)
     if budget is not None and state.parsers.think_tags is None:
         state.unknown_fields.note(MESSAGES_ROUTE, ["thinking.budget_tokens"])
-    tools = _tool_use(body, state)
-    messages = conversation(body, state, tools)
+    messages, tools = conversation(body, state)
     prompt = ChatPrompt(
         messages=messages,
         continued=_prefill(body),
@@ -231,14 +302,17 @@ def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
 
 def count_prompt(body: CountTokensRequest, state: ServerState) -> ChatMessages:
     """Return the conversation whose tokens are counted. Raises a RequestError that names the field."""
-    return conversation(body, state, _tool_use(body, state))
+    return conversation(body, state)[0]
 
 
-def conversation(body: CountTokensRequest, state: ServerState, tools: ToolUse) -> ChatMessages:
-    """Return the conversation for the chat template. Raises a RequestError that names the block."""
+def conversation(body: CountTokensRequest, state: ServerState) -> tuple[ChatMessages, ToolUse]:
+    """Return the conversation for the chat template, and its tools. Raises a RequestError that names the block."""
     check_blocks(body.system, body.messages, lambda kind: state.unknown_fields.note(MESSAGES_ROUTE, [kind]))
+    offered = OfferedTools(body.tools or ())
+    messages = offered.follow(body.messages)
+    tools = _tool_use(body, offered, state)
     make = functools.partial(
-        template_messages, system_text(body.system), body.messages, system_in_middle=state.takes_late_system
+        template_messages, system_text(body.system), messages, system_in_middle=state.takes_late_system
     )
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
@@ -246,13 +320,14 @@ def conversation(body: CountTokensRequest, state: ServerState, tools: ToolUse) -
     effort = body.output_config.effort if body.output_config is not None else None
     if effort is not None:
         variables |= thinking(False) if effort == "none" else {"reasoning_effort": effort}
-    return ChatMessages(
+    found = ChatMessages(
         make=make,
         size=body.size,
         tools=tools.shown,
         variables=variables,
         continue_final_message=bool(_prefill(body)),
     )
+    return found, tools
 
 
 def _prefill(body: CountTokensRequest) -> str:
@@ -274,20 +349,21 @@ def _constraint(body: MessagesRequest) -> Constraint | None:
         raise InvalidSchemaError(error.message, param=f"{param}.schema") from None
 
 
-def _tool_use(body: CountTokensRequest, state: ServerState) -> ToolUse:
+def _tool_use(body: CountTokensRequest, offered: OfferedTools, state: ServerState) -> ToolUse:
     """Read tools and tool_choice. Tools that Anthropic hosts are dropped. Raises a RequestError if one is forced."""
     choice = body.tool_choice
-    tools = [tool for tool in body.tools or () if tool.type in (None, "custom")]
-    hosted = [tool for tool in body.tools or () if tool.type not in (None, "custom")]
+    hosted = [tool for tool in body.tools or () if not tool.is_own]
     state.unknown_fields.note(MESSAGES_ROUTE, [str(tool.type) for tool in hosted])
     for number, tool in enumerate(body.tools or ()):
-        if tool.name is None and tool.type in (None, "custom"):
+        if tool.name is None and tool.is_own:
             param = f"tools.{number}.name"
             raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
-    if len({tool.name for tool in tools}) < len(tools):
+    own = [tool for tool in body.tools or () if tool.is_own]
+    if len({tool.name for tool in own}) < len(own):
         raise InvalidValueError("tools: Tool names must be unique.", param="tools")  # Anthropic's words
     kind = choice.type if choice is not None else "auto"
-    shown = tuple(shown_function(tool.name, tool.description, tool.input_schema) for tool in tools)
+    tools = list(offered.callable.values())
+    shown = tuple(shown_function(tool.name, tool.description, tool.input_schema) for tool in offered.head)
     if kind == "none" or (kind == "auto" and not tools):
         return ToolUse(shown=shown)
     parallel = not (choice is not None and choice.disable_parallel_tool_use)

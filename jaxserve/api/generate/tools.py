@@ -46,7 +46,8 @@ class ToolUse:
     @property
     def allows_some(self) -> bool:
         """Whether the model may, but need not, call some of the tools that the prompt shows."""
-        return self.mode == "auto" and len(self.tools) < len(self.shown)
+        names = {tool.name for tool in self.tools}
+        return self.mode == "auto" and any(tool["function"]["name"] not in names for tool in self.shown)
 
     @property
     def outlined(self) -> ToolUse:
