@@ -57,7 +57,7 @@ def run_client(script: str, root: Path, url: str) -> dict[str, Any]:
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]) | {"errors": done.stderr[-3000:]}
+    return json.loads(done.stdout.splitlines()[-1]) | {"errors": done.stderr[-6000:]}
 
 
 def row(script: str, found: dict[str, Any]) -> str:

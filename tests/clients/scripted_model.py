@@ -1,13 +1,13 @@
-"""Make a model whose answers are written down here: python -m tests.clients.scripted_model DIR
+"""Make a model whose answers are written down here: python -m tests.clients.scripted_model DIR [--refuse-late-system]
 
 Coding agents send prompts that are longer than the demo model's context and expect answers that it cannot give. This is
 a Llama whose next token depends on its last one alone, and whose chat template ends a prompt with the token that begins
 an answer. Agents run whole loops with it on a CPU, at the usual routes and with the usual parsers.
 """
 
+import argparse
 import json
 import shutil
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +33,17 @@ ANSWERS = {
         '"arguments": {"command": "echo made > made.txt", "description": ',
         '"Make the file"}}\n</tool_call>',
     ),
+    "helper": (  # Claude Code's subagent does it; a description and a prompt are required
+        '<tool_call>\n{"name": "Agent", "arguments": {"description": "Make it", ',
+        '"subagent_type": "general-purpose", "prompt": ',
+        '"Make made.txt"}}\n</tool_call>',
+    ),
+    "search": (  # Claude Code leaves most tools out until it is asked for them
+        '<tool_call>\n{"name": "ToolSearch", "arguments": ',
+        '{"query": "select:CronList", "max_results": 5',
+        "} }\n</tool_call>",
+    ),
+    "found": ('<tool_call>\n{"name": "CronList", ', '"arguments": {', "} } \n</tool_call>"),
     "exec": (  # the same for Codex
         '<tool_call>\n{"name": "exec_command", "arguments": ',
         '{"cmd": "echo made > made.txt"',
@@ -41,11 +52,17 @@ ANSWERS = {
     "told": ("The file ", "made.txt ", "is there."),
     "edit": ("hello.py\n```\n", "print('hello from aider')\n", "```\n"),
 }
+# Claude Code's loops are told apart by words of the user's
 CHOICE = """
 {%- if add_generation_prompt -%}
     {%- set called = messages | selectattr('role', 'equalto', 'tool') | list | length -%}
     {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list -%}
-    {%- if 'Bash' in names and not called -%}{{- '<|Call|>' -}}
+    {%- set asked = messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(' ') -%}
+    {%- set calls = 20 if 'in 20 calls' in asked else 1 -%}
+    {%- if 'Agent' in names and 'with a helper' in asked and not called -%}{{- '<|helper|>' -}}
+    {%- elif 'ToolSearch' in names and 'with a search' in asked and called < 2 -%}
+        {{- '<|found|>' if called else '<|search|>' -}}
+    {%- elif 'Bash' in names and called < calls -%}{{- '<|Call|>' -}}
     {%- elif 'exec_command' in names and not called -%}{{- '<|exec|>' -}}
     {%- elif tools and not called -%}{{- '<|call|>' -}}
     {%- elif tools or messages | length == 1 or 'hello.py' not in messages | string -%}{{- '<|told|>' -}}
@@ -53,12 +70,19 @@ CHOICE = """
     {%- endif -%}
 {%- endif -%}
 """
+# put before the template, it does what the templates of some families do
+REFUSAL = """
+{%- if messages[1:] | selectattr('role', 'in', ['system', 'developer']) | list -%}
+    {{- raise_exception('System message must be at the beginning.') -}}
+{%- endif -%}
+"""
 
 
-def make_tokenizer(directory: Path) -> Tokenizer:
+def make_tokenizer(directory: Path, *, refuses_late_system: bool) -> Tokenizer:
     for name in ("tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(DEMO / name, directory / name)
-    (directory / "chat_template.jinja").write_text((DEMO / "chat_template.jinja").read_text() + CHOICE)
+    template = (DEMO / "chat_template.jinja").read_text() + CHOICE
+    (directory / "chat_template.jinja").write_text(REFUSAL + template if refuses_late_system else template)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in ANSWERS])
     pieces = [piece for answer in ANSWERS.values() for piece in answer]
@@ -89,9 +113,10 @@ def make_weights(directory: Path, vocab: int, pairs: list[tuple[int, int]]) -> N
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def make(directory: Path) -> None:
+def make(directory: Path, *, refuses_late_system: bool = False) -> None:
+    """refuses_late_system: the template raises an error for a system message behind the first message"""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(directory)
+    tokenizer = make_tokenizer(directory, refuses_late_system=refuses_late_system)
     config = json.loads((DEMO / "config.json").read_text()) | {
         "hidden_size": HIDDEN,
         "intermediate_size": HIDDEN,
@@ -108,4 +133,8 @@ def make(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--refuse-late-system", action="store_true")
+    arguments = parser.parse_args()
+    make(arguments.directory, refuses_late_system=arguments.refuse_late_system)

@@ -25,12 +25,14 @@ def server(compile_cache: str) -> Iterator[RunningServer]:
         yield server
 
 
+AGENTS_SERVED = SERVED | {"served_name": ("scripted",), "max_model_len": 65536}
+
+
 @pytest.fixture(scope="module")
 def agents_server(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("scripted")
     make(directory)
-    keys = SERVED | {"served_name": ("scripted",), "max_model_len": 65536}
-    with launch_server(str(directory), compile_cache=compile_cache, **keys) as server:
+    with launch_server(str(directory), compile_cache=compile_cache, **AGENTS_SERVED) as server:
         yield server
 
 
@@ -44,6 +46,21 @@ def test_a_client_does_all_that_it_has(script: str, request: pytest.FixtureReque
     found = run_client(script, root, server.url)
     wrong = {name: result for name, result in found["results"].items() if result != "ok"}
     assert not wrong, f"{found['client']} {found['version']}: {wrong}\n{found['errors']}"
+
+
+@pytest.mark.clients
+def test_claude_code_with_a_key_and_a_template_that_refuses_late_system_messages(
+    compile_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, script = Path(os.environ.get("JAXSERVE_CLIENTS", "/nowhere")), "use_claude-code.mjs"
+    if not interpreter(script, root).exists():
+        pytest.skip(HOW)
+    make(tmp_path, refuses_late_system=True)
+    with launch_server(str(tmp_path), compile_cache=compile_cache, api_key="right", **AGENTS_SERVED) as server:
+        monkeypatch.setenv("JAXSERVE_SERVER__API_KEY", "right")
+        found = run_client(script, root, server.url)
+    wrong = {name: result for name, result in found["results"].items() if result != "ok"}
+    assert "wrong key" in found["results"] and not wrong, f"{wrong}\n{found['errors']}"
 
 
 @pytest.mark.clients

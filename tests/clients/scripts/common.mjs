@@ -1,6 +1,8 @@
 // What the scripts of node's clients share; as common.py.
 import { readFileSync } from "node:fs";
+import { createServer } from "node:http";
 import { join } from "node:path";
+import { text } from "node:stream/consumers";
 
 export const FRANCE = "What is the capital of France?";
 export const PARIS = "The capital of France is Paris.";
@@ -25,6 +27,32 @@ export async function refusals() {
   const text = await (await fetch(`${URL}/metrics`)).text();
   const counts = [...text.matchAll(/^jaxserve:http_responses_total\{.*status="[45]..".*\} (\d+)/gm)];
   return counts.reduce((sum, found) => sum + Number(found[1]), 0);
+}
+
+// A server before the server, that notes each request with its answer: {url, seen, close}.
+export async function recorder() {
+  const seen = [];
+  const server = createServer(async (request, response) => {
+    const sent = await text(request);
+    const entry = { path: request.url, body: sent && JSON.parse(sent), status: 0, answer: "" };
+    seen.push(entry);
+    const { host, connection, "content-length": length, ...headers } = request.headers;
+    try {
+      const answer = await fetch(URL + request.url, { method: request.method, headers, body: sent || undefined });
+      entry.status = answer.status;
+      const kept = [...answer.headers].filter(([name]) => !["content-encoding", "content-length"].includes(name));
+      response.writeHead(answer.status, Object.fromEntries(kept));
+      for await (const chunk of answer.body ?? []) {
+        entry.answer += Buffer.from(chunk).toString();
+        response.write(chunk);
+      }
+      response.end();
+    } catch (error) {
+      response.destroy(error);
+    }
+  });
+  await new Promise((done) => server.listen(0, "127.0.0.1", done));
+  return { url: `http://127.0.0.1:${server.address().port}`, seen, close: () => server.close() };
 }
 
 export async function report(client, tried) {
