@@ -15,7 +15,7 @@ from jaxserve.api.keys import COUNTS, KeyUsage, KeyUsages
 from jaxserve.api.sessions import Sessions
 from jaxserve.client.async_engine import Load
 from jaxserve.telemetry.metrics import Families
-from jaxserve.transport.shared_state import Board
+from jaxserve.transport.shared_state import SharedCounters
 
 MAIN = 0  # row of the main process
 _BODIES, _LIVE, _WAITING, _RUNNING = range(4)
@@ -60,7 +60,7 @@ class ProcessGroup:
     main_socket: of the main process; empty in it. encryption_key: of all processes
     """
 
-    board: Board
+    board: SharedCounters
     row: int
     main_socket: str = ""
     encryption_key: bytes = b""

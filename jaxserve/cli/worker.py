@@ -29,7 +29,7 @@ from jaxserve.config import Config
 from jaxserve.log import configure_logging
 from jaxserve.telemetry.metrics import Families, read_families
 from jaxserve.transport.child import end_with_parent
-from jaxserve.transport.shared_state import Board
+from jaxserve.transport.shared_state import SharedCounters
 
 READY_INTERVAL = 0.01  # seconds between two looks whether the HTTP server has started
 
@@ -59,7 +59,9 @@ class Worker:
     """One run of a worker."""
 
     def __init__(self, start: WorkerStart, config: Config) -> None:
-        group = ProcessGroup(Board(start.board, *start.board_shape), start.row, start.main_socket, start.encryption_key)
+        group = ProcessGroup(
+            SharedCounters(start.board, *start.board_shape), start.row, start.main_socket, start.encryption_key
+        )
         methods = {
             "prepare": self._prepare,
             "finish": self._finish,

@@ -24,7 +24,7 @@ from jaxserve.config import Config
 from jaxserve.errors import HTTPError, UnexpectedEndError
 from jaxserve.telemetry.metrics import Families, counted, merge_families
 from jaxserve.transport.child import child_environment, python_command
-from jaxserve.transport.shared_state import Board
+from jaxserve.transport.shared_state import SharedCounters
 from jaxserve.transport.socket_directory import SocketDirectory
 
 WRITE_INTERVAL = 0.05  # seconds between two writes to the board
@@ -49,8 +49,8 @@ class Workers:
         self._directory = SocketDirectory()
         self.main_socket = str(self._directory.path / "http")
         shape = self._shape = len(self._rows) + 1, num_columns(len(config.server.keys))
-        self._board = Board.create(*shape)
-        self.group = ProcessGroup(Board(self._board, *shape), MAIN, encryption_key=encryption_key)
+        self._board = SharedCounters.create(*shape)
+        self.group = ProcessGroup(SharedCounters(self._board, *shape), MAIN, encryption_key=encryption_key)
         self._relays = Relays(engine)
         self._engine = engine
         self._numbers: dict[Relay, int] = {}

@@ -75,8 +75,8 @@ class ProcessFaultIsolator(FaultIsolator):
         return None
 
     def gave(self, outputs: Iterable[tuple[str, bool]]) -> list[str]:
-        """Note outputs, like `take`. Returns the units to blame if a group has passed."""
-        self.take(outputs)
+        """Record outputs, like `succeeded`. Return the units to blame if a group has passed."""
+        self.succeeded(outputs)
         return self._verdict() if self.has_passed else []
 
     def _verdict(self) -> list[str]:

@@ -539,7 +539,7 @@ class EngineCore:
         self._previous = None
         began = self._clock()
         outputs = self.scheduler.update(output, sampled, began)
-        self._isolator.take((output.request_id, output.finish_reason is not None) for output in outputs)
+        self._isolator.succeeded((output.request_id, output.finish_reason is not None) for output in outputs)
         self._deliver(outputs)
         spent = self._clock() - began
         self._scheduler_seconds += spent

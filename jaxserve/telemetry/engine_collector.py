@@ -1,4 +1,4 @@
-"""The numbers of the engines at scrape time: together under our names, each with its label `engine` under vLLM's."""
+"""The engines' metrics, read for each scrape: summed under our names, one sample for each engine under vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.types.step import DraftCounters
 
 
 class EngineReading(NamedTuple):
-    """The current numbers of all engines together, and of each. info: None until they were ready for the first time"""
+    """The current numbers of all engines together and of each. info: None until all were ready once"""
 
     info: EngineInfo | None
     stats: EngineStats
@@ -25,7 +25,7 @@ class EngineReading(NamedTuple):
 
 
 class EngineCollector(Collector):
-    """Reads the numbers of the engines for each scrape. model: returns the label of vLLM's names"""
+    """Reads the numbers of the engines for each scrape. model: returns the model's name, a label of vLLM's names"""
 
     def __init__(self, model: Callable[[], str], read: Callable[[], EngineReading]) -> None:
         self._model = model
@@ -83,7 +83,7 @@ def _step_sizes(name: str, labels: Mapping[str, str], stats: EngineStats) -> Ite
 
 
 def _drafts(drafts: DraftCounters, labels: Mapping[str, str] | None = None) -> Iterable[Metric]:
-    """Yield the counters of speculation: under our names without labels, under vLLM's with those of one engine."""
+    """Yield the counters of speculation, under vLLM's names if `labels` name an engine, else under ours."""
     prefix, own = "jaxserve:spec_decode_", labels or {}
     for name in (f"{prefix}{each}" for each in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
         for each in (name,) if labels is None else aliases(name):
@@ -99,7 +99,7 @@ def _drafts(drafts: DraftCounters, labels: Mapping[str, str] | None = None) -> I
 
 
 def _states(replicas: Sequence[ReplicaState]) -> Iterable[Metric]:
-    """Yield what only this server has of each engine: whether it serves, its sequences, its restarts."""
+    """Yield the metrics of each engine that vLLM does not have: whether it serves, its sequences, its restarts."""
     alive = GaugeMetricFamily("jaxserve:engine_alive", "whether an engine serves", labels=["engine"])
     live = GaugeMetricFamily("jaxserve:engine_requests_live", "sequences that an engine was sent", labels=["engine"])
     role = GaugeMetricFamily("jaxserve:engine_role", "what an engine does", labels=["engine", "role"])
@@ -113,9 +113,7 @@ def _states(replicas: Sequence[ReplicaState]) -> Iterable[Metric]:
 
 
 def _waiting_by_reason(labels: Mapping[str, str], stats: EngineStats) -> Metric:
-    """Split the waiting requests by vLLM's reasons: capacity, and deferred for those that could not run with free
-    capacity.
-    """
+    """Split the waiting requests by vLLM's reasons: capacity, or deferred if free capacity would not help."""
     name = "vllm:num_requests_waiting_by_reason"
     family = GaugeMetricFamily(name, "requests that wait", labels=[*labels, "reason"])
     family.add_metric([*labels.values(), "capacity"], stats.num_waiting - stats.num_compiling)

@@ -1,8 +1,8 @@
 """Prometheus metrics, one registry per server: request counters and histograms, and the engine's gauges at scrape time.
 
-Names are `jaxserve:*`. Those that common routers and dashboards read are also exported as `vllm:*`.
+Names are `jaxserve:*`. Metrics that common routers and dashboards read are also exported as `vllm:*`.
 
-Metrics of several processes as one: counters, histograms and gauges of the same name and labels are added up.
+A server with several API processes adds up the metrics of the same name and labels (`merge_families`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.telemetry.names import all_names, histograms, text_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 
-_FIRST = ("process_start_time_seconds", "process_max_fds")  # of the main process, which comes first
+_FIRST = ("process_start_time_seconds", "process_max_fds")  # only the main process counts, which comes first
 _COUNTED = ("counter", "histogram")
 
 SampleData = tuple[str, dict[str, str], float]  # name, labels, value
@@ -55,7 +55,7 @@ def read_families(registry: Collector | CollectorRegistry) -> Families:
 
 
 def counted(families: Families) -> Families:
-    """Return what stays true of a process that has ended: its counters and histograms."""
+    """Return the counters and histograms, which still count when their process has ended."""
     return [family for family in families if family["kind"] in _COUNTED and family["name"] not in _FIRST]
 
 
@@ -162,7 +162,7 @@ class Metrics:
         self.http_responses.labels(method, str(status)).inc()
 
     def render(self, others: Sequence[Families] = ()) -> bytes:
-        """Return the metrics in Prometheus' text format. others: of other processes, to be added"""
+        """Return the metrics in Prometheus' text format. others: metrics of other processes, which are added"""
         info = self._read_engine().info if self._read_engine is not None else None
         self.model = info.served_names[0] if info is not None else self.model
         if not others:
@@ -258,9 +258,7 @@ class _Copy(Collector):
 
 
 class _TaskCollector(Collector):
-    """Number of tasks of the event loop that serves the scrape. It should stay flat: growth means that requests leak
-    tasks.
-    """
+    """Number of tasks of the event loop that serves the scrape. If it grows steadily, requests leak tasks."""
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -1,4 +1,4 @@
-"""The names of metrics: our own, and those of vLLM that routers and dashboards read."""
+"""The names of metrics: our own, and the names of vLLM that routers and dashboards read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ALIASES = {
 
 
 def all_names(name: str, labels: Mapping[str, str]) -> list[tuple[str, Mapping[str, str]]]:
-    """Return all names of a metric, each with its labels. labels: of vLLM's names"""
+    """Return all names of a metric, each with its labels. labels: the labels of vLLM's names"""
     return [(name, {}), *((alias, labels) for alias in aliases(name))]
 
 
@@ -64,7 +64,7 @@ def histograms(
     pairs = list(zip(bounds, accumulate(counts), strict=True))
     text = ""
     for name, labels in names:
-        text = text or text_of(name)  # of the first name, which is ours
+        text = text or text_of(name)  # all names have the text of the first one, which is ours
         family = HistogramMetricFamily(name, text, labels=list(labels))
         family.add_metric(list(labels.values()), pairs, total)
         yield family

@@ -1,16 +1,14 @@
-"""An engine process as its parent sees it: the process, its private directory, and the stdin that keeps it alive.
+"""Child processes of this package: how they are started, the frames on their pipes, and the engine process.
 
-It may be started before the parent has an event loop, so that both import their modules at the same time.
+`python_command` and `child_environment` start a child such that nothing is imported from the working directory, which
+`python -m` puts first on the import path. A model directory may contain `zmq.py`, and the operator may run the server
+there. PYTHONPATH is used without its empty entries, which also mean the working directory.
 
-Length-prefixed messages over pipes between processes of this package: 4 bytes, big-endian, then the body.
+Frames are length-prefixed messages over pipes: 4 bytes of length, big-endian, then the body. `limit_memory` is the
+limit that a child sets itself before risky work.
 
-Also the memory limit that a child process sets itself before risky work.
-
-Starts Python processes of this package such that nothing is imported from the working directory.
-
-`python -m` puts the working directory first on the import path. A model directory may contain `zmq.py`, and the
-operator may run the server there. PYTHONPATH is used without its empty entries, which also mean the working
-directory.
+`EngineChild` is an engine process as its parent sees it: the process, its private directory, and the stdin that keeps
+it alive. It may be started before the parent has an event loop, so that both import their modules at the same time.
 """
 
 from __future__ import annotations
@@ -136,8 +134,8 @@ ENGINE_MODULE = "jaxserve.engine.process"
 class EngineChild:
     """A child process that runs `module`. Raises ConfigError if there is no place for its directory.
 
-    config: its configuration as JSON. environment: added to that of this process. cores: that it may use; None: all
-    niceness: by how much its priority is below that of this process, 0 to 19
+    config: its configuration as JSON. environment: variables added to this process's. cores: cores that it may use;
+    None: all. niceness: 0 to 19, by how much its priority is below this process's
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class EngineChild:
             self.directory.remove()
             raise
         assert self._process.stdin is not None
-        with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has ended, as `ended` will tell
+        with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has ended, which `ended` reports
             if cores is not None:  # before its first line of configuration, so before it has threads
                 os.sched_setaffinity(self._process.pid, cores)
             if niceness:
@@ -180,7 +178,7 @@ class EngineChild:
         return self._process.poll() is None
 
     def ended(self) -> asyncio.Future[int]:
-        """Return a future of the exit status. To be called once, in the event loop."""
+        """Return a future of the exit status. Call it once, in the event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[int] = loop.create_future()
 
@@ -197,7 +195,7 @@ class EngineChild:
         self._process.send_signal(number)
 
     def close(self) -> None:
-        """Kill it if it still runs, and remove its directory. A second call does nothing."""
+        """Kill the process if it still runs, and remove its directory. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

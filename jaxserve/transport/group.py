@@ -1,19 +1,17 @@
-"""The leader's end of a group: takes the followers in, sends them every message, and notices the loss of one.
+"""The connections of a group: the processes of one engine on several hosts. Frames are not interpreted below the ends.
 
-A thread per follower receives. If a follower is lost, `on_loss` is called once, in such a thread; it should end the
-process, because the devices of the group can do nothing without those of the follower.
+    FrameStream   length-prefixed frames over one stream socket between two event loops
+    Connection    a TCP connection between two hosts of a group that know the same key
+    LeaderEnd     takes the followers in, sends them every message, and notices the loss of one
+    FollowerEnd   connects to the leader, as often as it takes, and receives its messages in order
 
-Length-prefixed frames over one stream socket between two event loops. Does not interpret them.
+When a Connection is made, each side proves with a fresh random number that it knows the key. After that each frame has
+a number and a code made with a key of this connection, so that no other machine can add, change, repeat or reorder
+frames. Frames are not encrypted, because the values that the devices exchange beside them are not encrypted either.
 
-A TCP connection between two hosts of a group that know the same key. Does not interpret the frames.
-
-When it is made, each side proves with a fresh random number that it knows the key. After that each frame has a number
-and a code made with a key of this connection, so that no other machine can add, change, repeat or reorder
-frames. Frames are not encrypted: the numbers that the devices exchange beside them are not either.
-
-A follower's end of a group: connects to the leader, as often as it takes, and receives its messages in order.
-
-A thread receives, so that the loss of the leader is noticed while a step is computed.
+The leader has one receiving thread per follower. If a follower is lost, `on_loss` is called once, in such a thread; it
+should end the process, because the devices of the group can do nothing without the follower's. A follower also receives
+in a thread, so that it notices the loss of the leader while a step is computed.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class FrameStream(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is of no class of asyncio's
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is not a subclass of asyncio's
 
     def send(self, body: bytes) -> None:
         """Send a frame. It is kept in memory until the other end reads it, and dropped if that has closed."""
@@ -109,7 +107,7 @@ class GroupConnectionError(JaxserveError):
 
 
 class Connection:
-    """One end. `open` makes it. Frames may be sent by several threads, and received by one."""
+    """One end of a connection, made by `open`. Several threads may send frames, and one may receive them."""
 
     def __init__(self, stream: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         self._stream = stream
@@ -121,7 +119,7 @@ class Connection:
 
     @classmethod
     def open(cls, stream: socket.socket, key: bytes, *, leads: bool, timeout: float) -> Connection:
-        """Authenticate both sides of a new connection, within `timeout` seconds.
+        """Authenticate both sides of a new connection within `timeout` seconds, and return this end.
 
         leads: whether this is the leader's end. Raises GroupConnectionError.
         """
@@ -133,7 +131,7 @@ class Connection:
             other = _read(stream, NONCE_BYTES)
             nonces = own + other if leads else other + own
             mine, theirs = (b"leader", b"follower") if leads else (b"follower", b"leader")
-            # The follower proves itself first: a stranger who connects gets nothing to guess the key from.
+            # The follower proves itself first, so a stranger who connects gets nothing to guess the key from.
             if leads:
                 _check_proof(stream, key, theirs + nonces)
             stream.sendall(hmac.digest(key, mine + nonces, _HASH))
@@ -220,7 +218,8 @@ class HostLostError(ServerError):
 class LeaderEnd:
     """The connections of the leader to its followers.
 
-    address: to listen on, and nowhere else. num_hosts: with the leader. check: of each new follower's Hello.
+    address: the only address to listen on. num_hosts: number of hosts, the leader included. check: called with the
+    Hello of each new follower
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, num_hosts: int, check: Check, on_loss: OnLoss) -> None:
@@ -253,7 +252,7 @@ class LeaderEnd:
     def gather(self, timeout: float, on_progress: Callable[[int], None] = lambda joined: None) -> None:
         """Wait until every follower is there. Raises ConfigError with the missing ranks after `timeout` seconds.
 
-        on_progress: called with the number of hosts that are there, when it changes
+        on_progress: called with the number of hosts that have joined, each time that it changes
         """
         deadline = time.monotonic() + timeout
         while missing := self._form():
@@ -285,7 +284,7 @@ class LeaderEnd:
         while self._listener.fileno() >= 0:
             try:
                 stream, _ = self._listener.accept()
-            except OSError as error:  # it was closed, the connection ended already, or this process has no descriptor
+            except OSError as error:  # the socket was closed, the connection ended, or no file descriptor is free
                 if self._listener.fileno() >= 0:
                     logger.warning("a host could not join: %s", error)
                     time.sleep(ACCEPT_DELAY)
@@ -338,7 +337,10 @@ class LeaderEnd:
                 raise HostLostError(f"host {rank} is lost: {error}") from error
 
     def answers(self, timeout: float, tick: Callable[[], None] = lambda: None) -> Mapping[int, PlanOffer | Done]:
-        """Wait for one answer of each follower, by rank. Raises HostLostError. tick: called again and again."""
+        """Wait for one answer of each follower and return them by rank. Raises HostLostError.
+
+        tick: called every TICK_INTERVAL while it waits
+        """
         found: dict[int, PlanOffer | Done] = {}
         deadline = time.monotonic() + timeout
         for rank, answers in self._answers.items():
@@ -368,7 +370,7 @@ class LeaderEnd:
         self.lose(f"host {rank} is lost: {reason}", fix)
 
     def lose(self, reason: str, fix: str | None = None) -> None:
-        """End the group."""
+        """End the group and call `on_loss`, once."""
         with self._lock:
             if self._closing or self._lost.is_set():
                 return
@@ -393,7 +395,7 @@ class LeaderEnd:
                 del self._joined[rank]
 
     def close(self, last: Message | None = None) -> None:
-        """Close all connections. `on_loss` is not called any more. last: what every follower is sent before"""
+        """Close all connections. `on_loss` is not called any more. last: message that every follower gets before"""
         with self._lock:
             self._closing = True
         self._listener.close()
@@ -408,7 +410,7 @@ RETRY_DELAY = 0.5  # seconds between two tries to connect
 
 
 def connect(address: tuple[str, int], key: bytes, on_failure: Callable[[str], None]) -> Connection:
-    """Connect to the leader, which may not run yet. Tries until it succeeds. on_failure: called after each failure."""
+    """Connect to the leader, which may not run yet. Tries until it succeeds. on_failure: called after each failure"""
     while True:
         try:
             stream = socket.create_connection(address, timeout=HANDSHAKE_LIMIT)
@@ -423,8 +425,8 @@ class FollowerEnd:
 
     hello: the first message. on_loss: called in a thread, once, if the leader is gone; it should end the process.
 
-    A leader that sent Rejected or LeaderEnds closes the connection, which is no loss: the
-    process ends as the message says.
+    A leader that sent Rejected or LeaderEnds closes the connection. That is not a loss: the process ends as the message
+    says.
     """
 
     def __init__(self, connection: Connection, hello: Hello, on_loss: Callable[[str], None]) -> None:
@@ -438,7 +440,7 @@ class FollowerEnd:
         threading.Thread(target=self._beat, name="group-beat", daemon=True).start()
 
     def receive(self) -> ToFollower:
-        """Return the next message of the leader but Beats. Waits for it."""
+        """Wait for the next message of the leader and return it. Beats are skipped."""
         return self._messages.get()
 
     def send(self, message: Message) -> None:

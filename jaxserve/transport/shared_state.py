@@ -1,19 +1,17 @@
-"""State of an engine process in memory shared with the API process. It can be read whatever either process is doing.
+"""State in memory that processes of one server share. It can be read whatever the other processes are doing.
 
-    beats, iterations  two counters: the process is alive, and its loop makes progress
-    in work            engine ids of the requests being computed or received; they survive the process
+    SharedState      of one engine process, for the API process: its two counters and its requests in work
+    WorkRecord       records the requests in work before the engine starts on them, so that they survive a crash
+    SharedCounters   numbers of all API processes: each process writes one row and reads all of them
 
-One process writes and the other reads, without a lock. The ids are written to the invalid one of two halves, then
-one byte makes it valid. A process killed while writing leaves the previous ids.
-
-A table of numbers in memory that several processes share. Each process writes one row and reads all of them.
-
-A number is 8 bytes, aligned, so that a reader sees it whole. There is no lock.
-
-Records the requests in work before the engine starts on them. The API process reads the record after a crash.
+A SharedState has `beats` (the process is alive), `iterations` (its loop makes progress) and the engine ids of the
+requests in work. One process writes and the other reads, without a lock. The ids are written to the invalid one of two
+halves, then one byte makes it valid. A process killed while writing leaves the previous ids.
 
 A request is in work from the dispatch of a step that contains it until two steps later, because two steps may be on
 the device at once. It is also in work while it is received or its grammar is compiled.
+
+A number of SharedCounters is 8 bytes, aligned, so a reader never sees half of a write. There is no lock.
 """
 
 from __future__ import annotations
@@ -102,8 +100,8 @@ class SharedState:
         self._memory[_VALID] = half
 
 
-class Board:
-    """float64 [rows, columns], zero at first. descriptor: of a file made by `create`"""
+class SharedCounters:
+    """A table float64 [rows, columns] that begins with zeros. descriptor: a file made by `create`"""
 
     def __init__(self, descriptor: int, num_rows: int, num_columns: int) -> None:
         self._memory = mmap.mmap(descriptor, num_rows * num_columns * 8)
@@ -114,7 +112,7 @@ class Board:
 
     @staticmethod
     def create(num_rows: int, num_columns: int) -> int:
-        """Return the descriptor of a new file without a name."""
+        """Return the descriptor of a new file for the table, which has no name."""
         descriptor, path = tempfile.mkstemp(prefix="jaxserve-board-")
         os.unlink(path)
         os.ftruncate(descriptor, num_rows * num_columns * 8)
@@ -131,7 +129,9 @@ class Board:
 
 
 class WorkRecord:
-    """Writes only changes: 256 rows that continue to decode cost 5 us per step, 256 new rows 20 us."""
+    """Records the requests in work. Only changes are written: 256 rows that go on decoding cost 5 us per step, 256 new
+    rows 20 us.
+    """
 
     def __init__(self, state: SharedState) -> None:
         self._state = state

@@ -1,9 +1,9 @@
-"""Private directories for an engine's sockets and shared state, and the removal of those that killed servers left.
+"""Private directories for an engine's sockets, shared state and pages, and the removal of those of killed servers.
 
 The process that holds the lock on the file `state` owns the directory. The kernel releases the lock when the process
 ends. The lock is also seen by processes in other containers that share the temporary folder.
 
-A private directory for the pages that one engine passes to another: in shared memory if there is some.
+A `PageDirectory` is for the pages that one engine passes to another. It is in shared memory if there is some.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp m
 class SocketDirectory:
     """A new directory of mode 0700 with a file `state`, locked by this process until `remove`. Raises ConfigError.
 
-    folder: where to make it; None: in the temporary folder, where sockets are
+    folder: where to make it; None: in the temporary folder, which is short enough for the paths of sockets
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -52,7 +52,7 @@ class SocketDirectory:
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Make a private directory in the temporary folder for the body. Raises OSError.
+    """Make a private directory in the temporary folder for the time of a `with` block. Raises OSError.
 
     If this process is killed, `sweep` of the next engine that starts on this machine removes it.
     """
@@ -77,7 +77,7 @@ def _new_directory() -> str:
 
 
 def sweep(folder: Path | None = None) -> list[Path]:
-    """Remove this user's directories whose process is gone. Returns what was removed.
+    """Remove this user's directories whose process is gone. Return the removed paths.
 
     folder: where to look; None: in the temporary folder
     """
@@ -98,7 +98,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Return whether its lock is free. A directory without the file is being made by another process."""
+    """Return whether the lock of a directory is free. One without the file is being made by another process."""
     try:
         descriptor = os.open(directory / STATE, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -129,7 +129,7 @@ class PageDirectory:
         self._numbers = itertools.count()
 
     def new_file(self) -> Path:
-        """Return the path of a file that is not there."""
+        """Return the path of a file that does not exist yet."""
         return self._directory.path / f"pages-{next(self._numbers)}"
 
     def remove(self) -> None:
@@ -138,7 +138,7 @@ class PageDirectory:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file of pages, whole or half written."""
+    """Remove a file of pages, completely written or not."""
     for name in (path, path.with_name(f"{path.name}.new")):
         with contextlib.suppress(OSError):
             name.unlink()

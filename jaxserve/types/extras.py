@@ -1,7 +1,7 @@
-"""Extra outputs per token, which few requests ask for: what a request asks for, what a step yields, what is sent.
+"""Extra outputs per token, which few requests ask for: as they are asked for, made by a step, and sent.
 
-The runtime makes a StepExtras, the scheduler turns it into the TokenExtras of each request, and the writers of
-the answers of api read these. Everything between passes them on whole. A new extra output is a field of these classes.
+The runtime makes a StepExtras, the scheduler turns it into the TokenExtras of each request, and the writers of the API
+read these. Everything between passes them on. A new extra output is a field of these classes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logprob_token_ids: tuple[Int32, ...] = ()  # return their log-probabilities at every position
     sampling_mask: bool = False  # return the candidates that each token was sampled from
     routed_experts: bool = False  # return the routed experts of each token, of a MoE model
-    # return the hidden state that each token was sampled from; all: those of the prompt too
+    # return the hidden state that each token was sampled from; "all": the prompt's hidden states too
     hidden_states: HiddenStates = ""
 
     @property
     def wanted(self) -> bool:
-        """Whether any is asked for. Such rows are sampled by a program of their own."""
+        """Whether an extra output is asked for. Such rows are sampled by a program of their own."""
         return bool(self.logprob_token_ids or self.sampling_mask or self.routed_experts or self.hidden_states)
 
     @property
@@ -55,20 +55,20 @@ class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenExtras(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """The extra outputs of the tokens of one output. Arrays are little-endian; those of the prompt are sent once.
+    """The extra outputs of the tokens of one output. Arrays are little-endian; the prompt's arrays are sent once.
 
-    L is the number of MoE layers, K that of routed experts per token.
+    L is the number of MoE layers, K the number of routed experts per token.
     """
 
     sampling_masks: list[SamplingMask] | None = None  # aligned with the tokens
     hidden_states: bytes | None = None  # float32 [tokens, D]: the row that each token's logits were computed from
     prompt_hidden_states: bytes | None = None  # float32 [prompt tokens, D]
-    routed_experts: bytes | None = None  # int32 [tokens, L, K]: of the token before each
+    routed_experts: bytes | None = None  # int32 [tokens, L, K]: the experts of the token before each token
     prompt_routed_experts: bytes | None = None  # int32 [prompt tokens, L, K]
 
     @classmethod
     def joined(cls, parts: Iterable[TokenExtras | None]) -> TokenExtras | None:
-        """Join those of successive outputs in linear time; None if there are none."""
+        """Join the extra outputs of successive outputs in linear time; None if there are none."""
         found = [part for part in parts if part is not None]
         if len(found) <= 1:
             return found[0] if found else None
@@ -82,7 +82,7 @@ class TokenExtras(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         )
 
     def first(self, used: int, count: int) -> TokenExtras:
-        """Return those of the first `used` of `count` tokens, and those of the prompt."""
+        """Return the extra outputs of the first `used` of `count` tokens, and of the prompt."""
         return msgspec.structs.replace(
             self,
             sampling_masks=None if self.sampling_masks is None else self.sampling_masks[:used],
@@ -91,7 +91,7 @@ class TokenExtras(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         )
 
     def held_bytes(self) -> int:
-        """Return about how many bytes of memory it takes."""
+        """Return roughly how many bytes of memory this takes."""
         masks = sum(200 + 60 * len(mask.ids) for mask in self.sampling_masks or ())
         raw = (self.hidden_states, self.prompt_hidden_states, self.routed_experts, self.prompt_routed_experts)
         return masks + sum(len(each) for each in raw if each is not None)
@@ -137,7 +137,7 @@ class StepExtras:
     routed_experts: Mapping[int, np.ndarray] | None = None  # row index -> int32 [n, L, K], of all its tokens
 
     def add_token(self, asked: ExtraParams, row: int, extras: TokenExtras) -> None:
-        """Add what `asked` asks for of the last token of row `row` to `extras`, but for its log-probabilities."""
+        """Add the outputs that `asked` names of the last token of row `row` to `extras`, except log-probabilities."""
         if asked.sampling_mask:
             assert self.sampling_masks is not None
             extras.sampling_masks = [self.sampling_masks.of_row(row)]
@@ -150,7 +150,7 @@ class StepExtras:
 class PromptExtras:
     """Collects the extra outputs of a request's prompt over its chunks.
 
-    They are the fields of StepExtras in `names`, each with a field `prompt_NAME` in TokenExtras.
+    names: fields of StepExtras. TokenExtras has a field `prompt_NAME` for each.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -158,13 +158,13 @@ class PromptExtras:
 
     @classmethod
     def of(cls, params: ExtraParams) -> PromptExtras | None:
-        """Return None unless `params` ask for outputs of the prompt."""
+        """Return a collector of the prompt outputs that `params` ask for; None if they ask for none."""
         asked = {"hidden_states": params.hidden_states == "all", "routed_experts": params.routed_experts}
         names = [name for name, wanted in asked.items() if wanted]
         return cls(names) if names else None
 
     def add(self, extras: StepExtras, row: int, start: int) -> None:
-        """Keep those of row `row`, whose first token has the position `start`."""
+        """Keep the values of row `row`, whose first token has the position `start`."""
         for name, chunks in self._chunks.items():
             found: Mapping[int, np.ndarray] | None = getattr(extras, name)
             if found is not None and row in found:

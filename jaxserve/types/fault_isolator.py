@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jaxserve.errors import JaxserveError
 
-PASSES = 2  # outputs: the tokens so far, computed again, and one decode step after them
+PASSES = 2  # outputs of a request: its tokens so far, computed again, and one decode step after them
 MAX_FAILURES = 16  # in a row without a group that passed; by then each eighth of the requests has failed by itself
 
 
@@ -28,7 +28,7 @@ class DeviceFaultError(JaxserveError):
 
 
 class FaultIsolator:
-    """Requests of the latest failed step that are not cleared yet. True if there are any.
+    """The requests of the latest failed step that are not cleared yet. The isolator is true if there are any.
 
     parts         number of groups that a failed group is split into
     passes        outputs of each request until its group has passed
@@ -54,12 +54,13 @@ class FaultIsolator:
 
     @property
     def quarantined(self) -> Collection[str] | None:
-        """The only requests that may run now; None: all may."""
+        """The only requests that may run now; None: all."""
         return self._groups[0].keys() if self._groups else None
 
     def failed(self, rows: list[str]) -> str | None:
-        """Note that a step with these requests failed. Returns the unit to blame once it is known. Raises
-        DeviceFaultError.
+        """Record that a step with these requests failed. Return the unit to blame once it is known.
+
+        Raises DeviceFaultError if no single request is the cause.
         """
         if not self._groups:
             self.has_passed, self._num_failures = False, 0
@@ -92,8 +93,8 @@ class FaultIsolator:
             chosen = members[part * len(members) // count : (part + 1) * len(members) // count]
             self._groups.append({name: self.passes for unit in chosen for name in unit})
 
-    def take(self, outputs: Iterable[tuple[str, bool]]) -> None:
-        """Note that a step succeeded. Takes its request ids, each with whether the request has ended."""
+    def succeeded(self, outputs: Iterable[tuple[str, bool]]) -> None:
+        """Record that a step succeeded. outputs: its request ids, each with whether the request has ended"""
         group = self._groups[0] if self._groups else {}
         for name, ended in outputs:
             if name in group:
@@ -105,6 +106,6 @@ class FaultIsolator:
             self.has_passed = True
 
     def keep(self, live: Collection[str]) -> None:
-        """Keep only these requests: the others have ended."""
+        """Keep only these requests, because the others have ended."""
         remaining = ({name: left for name, left in group.items() if name in live} for group in self._groups)
         self._groups = deque(group for group in remaining if group)

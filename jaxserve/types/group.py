@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """The first message of a follower. settings: the keys that its command sets, which the leader's must equal."""
+    """The first message of a follower. settings: the keys that its command sets; the leader's must be equal"""
 
     rank: int
     num_hosts: int
@@ -31,7 +31,10 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The leader's answer once all hosts are there. config: the leader's, as JSON. coordinator: of jax.distributed."""
+    """The leader's answer once all hosts are there.
+
+    config: the leader's configuration as JSON. coordinator: address of jax.distributed's coordinator
+    """
 
     config: str
     coordinator: str
@@ -44,7 +47,7 @@ class Rejected(Message, frozen=True):
 
 
 class PlanOffer(Message, frozen=True):
-    """What fits on a host. The leader answers with what fits on all."""
+    """The memory plan of a host. The leader answers with a plan that fits on all hosts."""
 
     num_pages: int
     num_window_pages: int
@@ -85,7 +88,7 @@ class Execute(Message, frozen=True):
 class Sample(Message, frozen=True):
     """Sample the masked step that was dispatched last.
 
-    masked: the rows that have a mask. bitmask: of these, int32 [len(masked), words], little-endian
+    masked: the rows that have a mask. bitmask: their masks, int32 [len(masked), words], little-endian
     """
 
     rows: int
@@ -96,7 +99,7 @@ class Sample(Message, frozen=True):
 
     @classmethod
     def of(cls, bitmask: np.ndarray, late: tuple[int, ...]) -> Sample:
-        """Pack a bitmask, int32 [R, W]. Rows that allow every token are left out: one has 16 KB for 128k tokens."""
+        """Pack a bitmask, int32 [R, W]. Rows that allow every token are left out: a row of 128k tokens takes 16 KB."""
         masked = np.flatnonzero((bitmask != -1).any(axis=1))
         rows, words = bitmask.shape
         return cls(rows, words, tuple(masked.tolist()), bitmask[masked].astype("<i4").tobytes(), late)
@@ -122,7 +125,7 @@ class Done(Message, frozen=True):
 
 
 class LeaderEnds(Message, frozen=True):
-    """The leader ends as it was asked to."""
+    """The leader ends because it was asked to."""
 
 
 ToFollower = Welcome | Rejected | PlanOffer | Beat | WarmRun | WarmedUp | Execute | Sample | Operation | LeaderEnds
@@ -138,10 +141,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode_to_follower(body: bytes) -> ToFollower:
-    """Raises msgspec.MsgspecError for anything but a message of the leader."""
+    """Decode a message of the leader. Raises msgspec.MsgspecError for anything else."""
     return _to_follower.decode(body)
 
 
 def decode_to_leader(body: bytes) -> ToLeader:
-    """Raises msgspec.MsgspecError for anything but a message of a follower."""
+    """Decode a message of a follower. Raises msgspec.MsgspecError for anything else."""
     return _to_leader.decode(body)

@@ -67,14 +67,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     embedding_prompt: str = ""  # goes before each text that is embedded
     labels: list[str] = []  # of a classification head; a model with one generates no text
     multi_label: bool = False  # each label has a probability of its own: sigmoid, not softmax
-    regression: bool = False  # of the head: its numbers are values, not logits of labels
-    raw_scores: bool = False  # its files say that relevance is the head's number itself, without a sigmoid
-    label_token_ids: tuple[int, ...] = ()  # of a reranker that answers with a word: not relevant, relevant
+    regression: bool = False  # the classification head gives values, not logits of labels
+    raw_scores: bool = False  # relevance is the head's value itself, without a sigmoid
+    label_token_ids: tuple[int, ...] = ()  # if a reranker answers with a word: the ids of not relevant and relevant
     routed: tuple[int, int] = (0, 0)  # number of MoE layers, and routed experts per token in each
 
     @property
     def task(self) -> Literal["generate", "embed", "classify"]:
-        """What the model does; only `generate` makes text."""
+        """The model's task. Only `generate` makes text."""
         if self.labels:
             return "classify"
         return "embed" if self.is_embedding else "generate"
@@ -85,9 +85,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
-    """A request that has no slot, and why: a value of `WaitReason` of the scheduler."""
+    """A request that has no slot, with a value of the scheduler's `WaitReason`."""
 
-    request_id: str  # the engine's
+    request_id: str  # the engine id
     client_id: str
     reason: str
     seconds: float  # since its arrival in the engine
@@ -134,9 +134,7 @@ class Sibling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Submits one request with one sequence per sibling. What siblings share is sent once: prompt, parameters and the
-    rest.
-    """
+    """Submits one request with one sequence per sibling. Values that siblings share are sent once."""
 
     prompt: bytes  # int32, little-endian
     request: EngineRequest  # shared by all siblings; without the prompt and without the fields of Sibling
@@ -247,14 +245,14 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class EngineState(msgspec.Struct, frozen=True, tag="state"):
-    """The state of the engine, as the main process sees it (see client/supervisor.py)."""
+    """The state of the engine as the main process sees it (client/supervisor.py)."""
 
     phase: Literal["loading", "ready", "restarting", "draining", "dead"]
     detail: str = ""
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The error that ends a sequence of a worker. kind: the class of the error"""
+    """The error that ends a sequence of a worker. kind: name of the error's class"""
 
     request_id: str
     kind: str
@@ -283,7 +281,7 @@ _KINDS: dict[str, type[HTTPError]] = {
 
 ToEngine = Add | Abort | Call | Stop
 
-# The most that the engine takes in between two steps, in units of `weight`: 256 sequences, or prompts of 262,144
+# The engine receives at most so much between two steps, in units of `weight`: 256 sequences, or prompts of 262,144
 # tokens. Either takes 3 to 5 ms: a sequence 12 us, a token 10 to 20 ns.
 MAX_WEIGHT = 2**20
 SEQUENCE_WEIGHT = 2**12

@@ -16,7 +16,7 @@ TOKEN_BYTES = 4  # a token is an int32
 
 
 class PageEvents(msgspec.Struct, frozen=True, array_like=True):
-    """What changed in an engine's prefix cache. Keys are joined; a key is in at most one of the two."""
+    """The changes of an engine's prefix cache. Keys are joined; a key is in at most one of the two."""
 
     added: bytes = b""
     removed: bytes = b""
@@ -28,14 +28,14 @@ def root_key(namespace: str) -> bytes:
 
 
 def next_key(parent: bytes, tokens: bytes) -> bytes:
-    """Return the key of a page. parent: of the page before it. tokens: int32, little-endian"""
+    """Return the key of a page. parent: key of the page before it. tokens: int32, little-endian"""
     return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
 
 
 def page_keys(namespace: str, prompt: bytes, page_size: int) -> Iterator[bytes]:
     """Yield the keys of the full pages of a prompt, each computed when it is asked for.
 
-    prompt: token ids, int32, little-endian. page_size: in tokens
+    prompt: token ids, int32, little-endian. page_size: tokens
     """
     key, size = root_key(namespace), page_size * TOKEN_BYTES
     for begin in range(0, len(prompt) - size + 1, size):

@@ -1,13 +1,11 @@
-"""How a request is sampled and constrained, and the request as it enters the engine.
+"""The request as it enters the engine: how it is sampled and constrained, its choices, and its random numbers.
 
-msgspec Structs, because they cross the socket between the API process and the engine process.
+SamplingParams and EngineRequest are msgspec Structs, because they cross the socket between the API process and the
+engine process. `siblings` splits a request for n choices into n requests for one choice each, and gives each a seed.
 
-Splits a request for n choices into n requests for one choice each, and gives each a seed.
-
-The counter-based random numbers that draw tokens (JAX, on the device) and test watermarks (numpy, on the host).
-
-Threefry-2x32 with 20 rounds of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011. Implemented here so
-that a seed's numbers do not depend on JAX's version or configuration.
+`threefry2x32` makes the counter-based random numbers that draw tokens (JAX, on the device) and test watermarks (numpy,
+on the host). It is Threefry-2x32 with 20 rounds of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011,
+implemented here so that a seed's numbers do not depend on JAX's version or configuration.
 """
 
 from __future__ import annotations
@@ -118,19 +116,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking: ThinkingBudget | None = None
 
 
-EMBED = SamplingParams(embed=True, max_tokens=0)  # of a request for an embedding or for the numbers of a head
+EMBED = SamplingParams(embed=True, max_tokens=0)  # for an embedding or the values of a classification head
 
 
 class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     """The owner of a request, among whom the engine is shared fairly."""
 
     name: str = ""
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0  # its share, relative to those of the others
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0  # its share, relative to the weights of the others
     max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None  # requests with a slot; further ones wait
 
 
 class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What another engine, which computed the prompt, reported of it. seconds: since it was given the prompt"""
+    """Values reported by the engine that computed the prompt. seconds: time since that engine got the prompt"""
 
     num_cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     queue_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -151,7 +149,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # seconds from arrival, after which it ends with an error
     deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None
     hold_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0  # see Request
-    prefilled: Prefilled | None = None  # None: this engine is the first one that has the prompt
+    prefilled: Prefilled | None = None  # None: no other engine has computed the prompt
     # tokens sent to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
     replica: int | None = None  # which of the server's engines computes it; None: the router chooses
@@ -166,8 +164,8 @@ MAX_SEED = 2**63 - 1
 def siblings(request: EngineRequest, new_id: Callable[[], str], seed: int | None) -> list[EngineRequest]:
     """Return one request per choice, each with its own id and seed, in one group. They share the list of prompt tokens.
 
-    seed: of the first choice; each further choice adds 1. None: the engine draws the seeds. Raises InvalidValueError
-    for n < 1.
+    seed: seed of the first choice; each further choice adds 1. None: the engine draws the seeds. Raises
+    InvalidValueError for n < 1.
     """
     params = request.params
     if params.n < 1:

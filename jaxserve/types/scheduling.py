@@ -1,4 +1,4 @@
-"""What the scheduler must know about the model, the device and the configuration: resolved numbers, no "auto".
+"""The scheduler's view of the model, the device and the configuration: resolved numbers, no "auto".
 
 Also the measured durations of steps, and how many pages a sliding window needs. The page at index i holds the positions
 [i * page_size, (i + 1) * page_size), as everywhere.
@@ -36,15 +36,15 @@ class StepTimes:
         """Build the tables from one measurement per size. Removes noise: no size takes longer than a larger one."""
         return cls(_rising(decode), _rising(prefill), _rising(verify or {}))
 
-    def like(self, whole: StepTimes) -> StepTimes:
-        """Return these times with prefill as slow as in `whole`, which has the largest size of the same programs.
+    def like(self, full: StepTimes) -> StepTimes:
+        """Return these times with prefill as slow as in `full`, which has the largest size of the same programs.
 
-        Steps without rows have no attention, which is a part of a prefill and hardly any of a decode step.
+        These steps had no rows, so no attention, which takes a part of a prefill and hardly any of a decode step.
         """
         largest = max(self.prefill, default=0)
-        if not self.prefill.get(largest) or largest not in whole.prefill:
+        if not self.prefill.get(largest) or largest not in full.prefill:
             return self
-        factor = max(1.0, whole.prefill[largest] / self.prefill[largest])
+        factor = max(1.0, full.prefill[largest] / self.prefill[largest])
         return StepTimes(self.decode, {size: factor * taken for size, taken in self.prefill.items()}, self.verify)
 
     def decode_seconds(self, rows: int) -> float:
@@ -56,11 +56,11 @@ class StepTimes:
         return _seconds(self.verify, tokens)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the seconds of the steps that compute so many prompt tokens; 0 if nothing was timed."""
+        """Return the seconds of the steps that compute `tokens` prompt tokens; 0 if nothing was timed."""
         return _seconds(self.prefill, tokens)
 
     def full_rows(self, most: int) -> int:
-        """Return the fewest decode rows whose throughput is NEARLY that of the best number of rows up to `most`.
+        """Return the fewest decode rows whose throughput is at least NEARLY times the best of up to `most` rows.
 
         Returns `most` if no decode step of up to `most` rows was timed.
         """
@@ -70,7 +70,7 @@ class StepTimes:
     def tokens_within(self, seconds: float) -> int | None:
         """Return the most tokens of a step with a prompt that finishes within the given seconds.
 
-        At least the smallest size; None if nothing was timed.
+        Returns at least the smallest size; None if nothing was timed.
         """
         if not self.prefill:
             return None
@@ -112,14 +112,14 @@ class WindowSize:
     tokens_per_step: int = 1
 
     def first_of_prefix(self, num_pages: int) -> int:
-        """Return the index of the first page that the token after a prefix of so many pages sees."""
+        """Return the index of the first page that the token after a prefix of `num_pages` pages sees."""
         return max(0, (num_pages * self.page_size - self.window + 1) // self.page_size)
 
     def first_needed(self, position: int) -> int:
         """Return the index of the first page to keep for tokens from `position` on.
 
-        These tokens see it, or an equal request that starts at the last page boundary before `position` does. So the
-        computed pages stay usable as a prefix until the next boundary.
+        It is the first page that these tokens see, or that an equal request sees which starts at the last page boundary
+        before `position`. So the computed pages stay usable as a prefix until the next boundary.
         """
         return self.first_of_prefix((position - 1) // self.page_size)
 
@@ -142,10 +142,10 @@ class WindowSize:
         return min(self.decoding, -(-longest // self.page_size))
 
     def for_requests(self, count: int) -> int:
-        """Return the number of pages that so many requests can hold at once, plus as many windows for unused cached
-        prefixes.
+        """Return how many pages the pool needs for `count` requests.
 
-        Two prefill chunks are included.
+        These are the pages that they can hold at once, two prefill chunks included, plus as many windows for cached
+        prefixes that no request uses.
         """
         return 2 * count * self.decoding + 2 * -(-self.chunk // self.page_size)
 
@@ -154,9 +154,7 @@ class WindowSize:
         return min(2 * self.decoding, -(-longest // self.page_size))
 
     def _span(self, new: int) -> int:
-        """Return the maximum number of pages that `new` tokens, the window before them and up to a page before it can
-        touch.
-        """
+        """Return the maximum number of pages that `new` tokens, the window and up to a page before it can touch."""
         return (self.window + new - 3) // self.page_size + 3
 
 

@@ -1,6 +1,6 @@
 """One device step, its requests and its outputs as plain data, between scheduler, runner and API.
 
-What crosses the socket is a msgspec Struct. A Request never leaves the engine process.
+Data that crosses the socket is a msgspec Struct. A Request never leaves the engine process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotInit:
-    """All that the device must know about a request when it takes a slot."""
+    """The values that the device needs of a request when it gets a slot."""
 
     slot: int
     params: SamplingParams
@@ -51,11 +51,11 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     token_ids       those tokens as host literals; empty for a decode row: the slot's last token on the device
     new_page_ids    pages appended to the slot's page table at index first_new_page
 
-    The first row of a request has the SlotInit and brings the pages of the whole prompt. A later row brings no
-    pages, or in decode those of the tokens that it produces.
+    drafts          guesses of a decode row's next tokens. They are computed after the last token, so the row yields the
+                    tokens that equal its drafts and one more
 
-    drafts          of a decode row: guesses of its next tokens. They are computed after the last token, so the row
-                    yields the tokens that equal its drafts and one more
+    The first row of a request has the SlotInit and brings the pages of the whole prompt. A later prompt row brings no
+    pages. A decode row brings the pages of the tokens that it produces.
     """
 
     request_id: str
@@ -88,8 +88,8 @@ class PageMove(msgspec.Struct, frozen=True, gc=False):
 
     kind     store: device to host; load: host to device; drop: forget the page in `slot`; clear: forget all pages
     slot     place in the host's memory
-    digest   of a page to store: of its prefix, so that another process can find it
-    group    of layers, whose page it is: 0, or 1 for those with a sliding window
+    digest   digest of the prefix of a page to store, so that another process can find it
+    group    layer group of the page: 0, or 1 for the layers with a sliding window
     """
 
     kind: Literal["store", "load", "drop", "clear"]
@@ -110,9 +110,9 @@ class SchedulerOutput:
     rows: list[ScheduledRow]
     num_decode_rows: int
     slot_inits: list[SlotInit]  # applied before the rows run
-    # of the sliding-window layers; entries before the row's window have no meaning
+    # page tables of the sliding-window layers; entries before the row's window have no meaning
     window_pages: list[PageTableUpdate] = field(default_factory=list)
-    num_drafts: int = 0  # of all rows
+    num_drafts: int = 0  # drafts of all rows
     page_moves: list[PageMove] = field(default_factory=list)  # made before the rows run, in this order
 
     @property
@@ -147,7 +147,7 @@ class SampledTokens:
     top_ids: np.ndarray | None = None  # int32 [R, Q, 20]
     top_logprobs: np.ndarray | None = None  # float32 [R, Q, 20]
     # row index -> (logprobs [n], ranks [n], top ids [n, 20], top logprobs [n, 20]) of the prompt tokens at positions
-    # row.start + 1 .. row.start + n: those that the chunk's tokens predict (the last chunk of a prompt: one fewer)
+    # row.start + 1 .. row.start + n, which the chunk's tokens predict (one fewer in the last chunk of a prompt)
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
     embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], for rows with embed and samples
     extras: StepExtras | None = None  # set for steps with a row that asks for extra outputs
@@ -185,14 +185,14 @@ class StepRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back files and threads. No step may follow. A second call does nothing."""
+        """Close files and end threads. No step may follow. A second call does nothing."""
         ...
 
 
 class DraftCounters(msgspec.Struct, array_like=True):
     """Counts drafts and how many of them were right.
 
-    num_drafts: rows with drafts that were read. accepted_per_pos: drafts that became output, by their place.
+    num_drafts: rows with drafts that were read. accepted_per_pos: drafts that became output, by their position
     """
 
     num_drafts: int = 0
@@ -200,7 +200,7 @@ class DraftCounters(msgspec.Struct, array_like=True):
     accepted_per_pos: list[int] = []
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a row with so many drafts, of which the first `num_accepted` became output."""
+        """Count a row with `num_drafts` drafts, of which the first `num_accepted` became output."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.accepted_per_pos += [0] * (num_drafts - len(self.accepted_per_pos))
@@ -217,8 +217,9 @@ NUM_QUICK = 32  # quick masks in a row, over all choices, after which the engine
 
 
 class MaskBudget:
-    """CPU time budget of the token masks of all choices of a request. An exhausted budget ends the request.
-    Thread-safe.
+    """CPU time budget of the token masks of all choices of a request. Thread-safe.
+
+    An exhausted budget ends the request.
 
     A mask of a JSON schema takes 10 to 100 us. The most ambiguous grammar within the parser's limits takes 20 to 30
     ms per mask. At 1 ms per mask the budget is never exhausted, at 30 ms it ends the request after about 100 tokens.
@@ -236,7 +237,7 @@ class MaskBudget:
         self._lock = threading.Lock()
 
     def charge(self, seconds: float, num_tokens: int = 0) -> None:
-        """Subtract CPU time that was spent and add what new output tokens earn."""
+        """Subtract CPU seconds that were spent, and add the seconds that new output tokens earn."""
         with self._lock:
             self._left += num_tokens * self.SECONDS_PER_TOKEN - seconds
             self._num_quick = 0 if seconds > QUICK else self._num_quick + 1
@@ -268,7 +269,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int  # 1 is the most likely token
     top_ids: list[int] = []
     top_logprobs: list[float] = []
-    watched: list[float] = []  # of the request's logprob_token_ids, in their order
+    watched: list[float] = []  # log-probabilities of the request's logprob_token_ids, in their order
 
 
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -286,17 +287,17 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     queue_seconds: float = 0.0  # arrival to admission; set on the first output with a token
     first_token_seconds: float = 0.0  # arrival to the first token on the host; set on that output
     num_preemptions: int = 0  # set with finish_reason
-    num_accepted_drafts: int = 0  # of token_ids, those that were drafts
+    num_accepted_drafts: int = 0  # drafts among token_ids
     num_rejected_drafts: int = 0  # drafts that were computed and are not in token_ids
     weight_versions: tuple[str, ...] = ()  # labels of the weights that made it, if `is_made`; empty: FIRST_VERSION
-    weights: int = 0  # number of the update that brought these weights, see ServingState; 0: they are of the start
+    weights: int = 0  # number of the update that brought these weights, see ServingState; 0: the weights of the start
     error: str | None = None
     error_status: int = 500  # HTTP status of the answer if nothing was streamed yet
     error_param: str | None = None  # the request field that caused the error
 
     @property
     def is_made(self) -> bool:
-        """Whether the model computed something of it: tokens, an embedding, or a prompt of which no token is kept."""
+        """Whether the model computed a part of it: tokens, an embedding, or a prompt of which no token is kept."""
         return bool(self.token_ids or self.embedding or self.first_token_seconds)
 
 
@@ -334,7 +335,7 @@ class Request:
     client_id: str = ""
     is_answered: bool = False  # an earlier engine process sent its first output already
     deadline: float | None = None  # absolute, time.monotonic() seconds
-    stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, plus end of sequence unless ignored
+    stop_token_ids: frozenset[int] = frozenset()  # resolved: stop tokens of params, and end of sequence unless ignored
     hold_seconds: float = 0.0  # how long its pages stay in the cache after its end, for another engine
     prefilled: Prefilled | None = None  # by another engine, which has counted the prompt
     max_computed_tokens: int = 0  # resolved: the last token needs no K and V
@@ -370,7 +371,7 @@ class Request:
     prompt_done: bool = False  # a finite token was read since the last admission, so the pages of the prompt are valid
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # collected so far; None: not requested, or sent
     prompt_extras: PromptExtras | None = None  # as above
-    extras: ExtraParams | None = None  # those of params if they ask for extra outputs
+    extras: ExtraParams | None = None  # params.extras if they ask for extra outputs
     speculation: Any = None  # Speculation's record of its drafts
 
     @property

@@ -9,7 +9,7 @@ from jaxserve.client.async_engine import AbortSignal, Load
 from jaxserve.config import ApiKey
 from jaxserve.errors import QueueFullError
 from jaxserve.telemetry.metrics import Families, counted, merge_families
-from jaxserve.transport.shared_state import Board
+from jaxserve.transport.shared_state import SharedCounters
 
 KEYS = (
     ApiKey(name="narrow", value="a-narrow-key", max_running=1, max_queued=1),  # type: ignore[arg-type]
@@ -20,8 +20,8 @@ KEYS = (
 def processes(count: int = 3) -> list[ProcessGroup]:
     """Each with a mapping of its own, as in processes of their own."""
     shape = count, num_columns(len(KEYS))
-    file = Board.create(*shape)
-    return [ProcessGroup(Board(file, *shape), row) for row in range(count)]
+    file = SharedCounters.create(*shape)
+    return [ProcessGroup(SharedCounters(file, *shape), row) for row in range(count)]
 
 
 def usages(groups: list[ProcessGroup], name: str) -> list[KeyUsage]:

@@ -19,7 +19,7 @@ def search(suspects: FaultIsolator, rows: list[str], bad: set[str]) -> tuple[lis
                 culprit.append(found)
                 bad = bad - {found}
         else:
-            suspects.take((name, False) for name in step)
+            suspects.succeeded((name, False) for name in step)
         step = list(suspects.quarantined or ())
     return culprit, failures
 
@@ -47,9 +47,9 @@ def test_a_single_fault_ends_nobody() -> None:
     suspects = FaultIsolator()
     assert suspects.failed(["a", "b"]) is None
     assert suspects and set(suspects.quarantined or ()) == {"a", "b"}
-    suspects.take([("a", False), ("b", False)])
+    suspects.succeeded([("a", False), ("b", False)])
     assert suspects  # they were computed again, and have not decoded yet
-    suspects.take([("a", False), ("b", False)])
+    suspects.succeeded([("a", False), ("b", False)])
     assert not suspects and suspects.quarantined is None
 
 
