@@ -32,7 +32,7 @@ from jaxserve.runtime.saved_programs.target import DevicelessProgram, Target, ma
 
 @dataclass(frozen=True)
 class MadeBundle:
-    """What was written. num_bytes: of all files"""
+    """A bundle that was written. num_bytes: size of all files"""
 
     directory: Path
     device: str
@@ -46,8 +46,8 @@ def make_bundle(
 ) -> MadeBundle:
     """Write a bundle into `directory`.
 
-    target: devices that are not there, see make_target; None: those of this machine. tuning: what the manifest says of
-    autotuning; None: by whether there is a device
+    target: devices that are not there, see make_target; None: this machine's devices
+    tuning: the manifest's field for autotuning; None: TUNED for this machine's devices, else UNTUNED
     Raises ConfigError if the model does not fit, or the devices cannot be compiled for.
     """
     if config.runtime.bundle is not None:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:  # it imports jax, which `build` does
     from jaxserve.engine.server import BuiltEngine
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
-LAST_MESSAGE_SECONDS = 0.2  # for what is sent last
-# For the reason of a failed start: the parent may still be importing its modules, and must read it then.
+LAST_MESSAGE_SECONDS = 0.2  # the last message of a normal end
+# The reason of a failed start: the parent may still be importing its modules before it reads.
 FAILURE_SECONDS = 30.0
 MAX_FRAMES = 1024  # read before the next step; invalid frames count too
 MAX_MESSAGE_BYTES = 512 * 2**20  # bytes; the socket refuses longer frames
@@ -86,13 +86,13 @@ class SocketChannel:
         return messages
 
     def send(self, message: FromEngine) -> None:
-        """Send a message. Any thread may."""
+        """Send a message. Any thread may call this."""
         with self._sending:
             if not self._is_closed:
                 self._outgoing.send(encode(message))
 
     def close(self, seconds: float) -> None:
-        """Wait at most so long until the parent has the last messages. Later ones are dropped."""
+        """Wait at most `seconds` until the parent has the last messages. Later messages are dropped."""
         with self._sending:
             self._is_closed = True
             self._context.destroy(linger=int(seconds * 1000))

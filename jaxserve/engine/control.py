@@ -1,4 +1,4 @@
-"""What an operator or a trainer does to a serving engine: replace its weights, pause it, free its memory.
+"""Carries out an operator's or a trainer's calls on a serving engine: replace weights, pause, free memory.
 
 Every call runs between two steps, after the step in flight was read. Requests are accepted in every state; they wait
 until steps run again.
@@ -28,14 +28,14 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class DeviceState(Protocol):
-    """The arrays of a runner beside its weights: KV cache, slots, hidden states."""
+    """The arrays of a runner other than its weights: KV cache, slots, hidden states."""
 
     def release(self) -> None: ...
     def rebuild(self) -> None: ...
 
 
 class Weights(Protocol):
-    """`DeviceWeights`, or those of several hosts."""
+    """`DeviceWeights` of this process, or `LeaderWeights` of several hosts."""
 
     @property
     def structure(self) -> ModelStructure: ...
@@ -52,7 +52,7 @@ class Weights(Protocol):
 class EngineControl:
     """Carries out the calls of an operator or a trainer.
 
-    served: directory of the model. on_progress: called again and again during a long call
+    served: directory of the model. on_progress: called repeatedly during a long call
     """
 
     def __init__(self, core: EngineCore, state: DeviceState, weights: Weights, served: Path) -> None:
@@ -64,7 +64,7 @@ class EngineControl:
 
     @property
     def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """The methods that the API process may call, with plain data as arguments and results."""
+        """Return the methods that the API process may call. Their arguments and results are plain data."""
         return {
             "pause": self.pause,
             "resume": self.resume,
@@ -78,7 +78,7 @@ class EngineControl:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return whether the engine is paused, what is not on the devices, and the label of the weights."""
+        """Return whether the engine is paused, the tags of freed memory, and the label of the weights."""
         serving = self._core.serving
         return {
             "paused": serving.paused is not None,
@@ -104,7 +104,7 @@ class EngineControl:
     def update_from_directory(
         self, path: str, version: str | None = None, running: Mode | None = None, number: int = 0
     ) -> str:
-        """Replace the weights by those of a checkpoint directory. If it cannot be read, the old ones stay.
+        """Replace the weights by a checkpoint directory. If it cannot be read, the old weights stay.
 
         number: see `ServingState.weights`
         """
@@ -138,7 +138,7 @@ class EngineControl:
             with old_weights_stay():
                 source = self._weights.staged(source, self.on_progress)
         self._stop_running(mode)
-        core.scheduler.preempt_all(prompts_only=True)  # else numbers of one prompt were of both weights
+        core.scheduler.preempt_all(prompts_only=True)  # else one prompt's KV would be of both weights
         core.flush_prefix_cache(new_weights=True)
         try:
             with old_weights_stay():
@@ -171,7 +171,7 @@ class EngineControl:
     # --- pause
 
     def pause(self, mode: Mode = "abort") -> None:
-        """Run no more steps until `resume`. mode: what becomes of running requests, see `serving_state.Mode`."""
+        """Run no more steps until `resume`. mode: how running requests go on, see `core.Mode`"""
         self._stop_running(_checked_mode(mode))
         self._core.serving.paused = mode
 
@@ -189,11 +189,11 @@ class EngineControl:
     # --- memory
 
     def sleep(self, level: int = 1, mode: Mode = "abort", tags: Collection[Tag] = TAGS) -> list[Tag]:
-        """Free the memory of the devices until `wake`. Returns what is not on the devices now.
+        """Free the memory of the devices until `wake`. Returns the tags of all memory that is freed now.
 
         level: 1 moves the weights to the host's memory. 2 drops them: steps run again after the next update.
-        mode: as in `pause`; no request keeps its KV. tags: what to free. Raises InvalidValueError, and ServerError if
-        the host has no memory for the weights; the engine then serves on.
+        mode: as in `pause`; no request keeps its KV. tags: the memory to free. Raises InvalidValueError, and
+        ServerError if the host has no memory for the weights; the engine then serves on.
         """
         if level not in (1, 2):
             raise InvalidValueError(f"level is {level}; there are 1 and 2", param="level")
@@ -212,11 +212,11 @@ class EngineControl:
     def _free_weights(self, level: int) -> None:
         try:
             self._weights.to_host() if level == 1 else self._weights.drop()
-        except Exception as error:  # whatever the devices raise if the host's memory is short
+        except Exception as error:  # the devices may raise anything if the host's memory is short
             raise ServerError(f"the engine cannot sleep: {type(error).__name__}: {error}") from error
 
     def wake(self, tags: Collection[Tag] = TAGS) -> list[Tag]:
-        """Bring back what `sleep` freed. Returns what is still missing: dropped weights, until the next update.
+        """Bring back the memory that `sleep` freed. Returns the tags still missing: dropped weights, until an update.
 
         Raises ServerError if the devices have no memory for it; the engine then sleeps on.
         """
@@ -228,7 +228,7 @@ class EngineControl:
             if "kv_cache" in wanted & serving.asleep:
                 self._state.rebuild()
                 serving.asleep.discard("kv_cache")
-        except Exception as error:  # whatever the devices raise if memory is short
+        except Exception as error:  # the devices may raise anything if memory is short
             if "kv_cache" in serving.asleep:  # otherwise its pages are those of the prefix cache
                 self._state.release()
             raise ServerError(f"the engine cannot wake: {type(error).__name__}: {error}") from error

@@ -2,17 +2,12 @@
 
 step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which depend on them
 
-If `Scheduler.waits_for_read` says so, a step is read before the next one is scheduled. While batch requests run
+If `Scheduler.waits_for_read` is true, a step is read before the next one is scheduled. While batch requests run
 beside online requests on a CPU, at most one step with a prompt or two decode steps are in flight. This bounds how
 long a new online request waits. A step with drafts is made from all tokens of the step before it, which is read first.
 
-Requests whose grammar is being compiled. They wait like those in the scheduler's queue, but cannot be scheduled.
-
-Validates an EngineRequest and makes the engine's Request from it.
-
-Whether steps run, and which weights they run with.
-
-The statistics that the engine process reports, from those of its parts.
+RequestFactory validates an EngineRequest and makes a Request of it. CompilingRequests holds the requests whose grammar
+is being compiled; they cannot be scheduled yet. ServingState says whether steps run, and with which weights.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread
 class CompilingRequests:
     """Holds requests until their grammars are compiled.
 
-    queue_timeout: seconds that a request may wait, here and in the scheduler's queue together
+    queue_timeout: seconds that a request may wait here and in the scheduler's queue together; None: no limit
     """
 
     def __init__(self, queue_timeout: float | None) -> None:
@@ -122,7 +117,7 @@ MakeMatcher = Callable[[GrammarSpec], Matcher]
 class RequestFactory:
     """Makes Requests of valid EngineRequests.
 
-    generates: False for an embedding model. seed: from which the seeds of requests without one are derived.
+    generates: False for an embedding model. seed: the seeds of requests without one are derived from it.
     """
 
     def __init__(
@@ -135,8 +130,9 @@ class RequestFactory:
         self._clock = clock
 
     def make(self, requests: Sequence[EngineRequest], prompt: np.ndarray | None = None) -> list[Request]:
-        """Return the Requests, in order. A prompt shared by consecutive requests is validated once. Raises
-        RequestError.
+        """Return the Requests, in order. Raises RequestError.
+
+        If consecutive requests share a prompt, it is validated once.
 
         prompt: int32 [n], the prompt of all requests, if the caller has it as an array
         """
@@ -218,7 +214,7 @@ def make_mask(record: Request, make_matcher: MakeMatcher | None) -> TokenMask | 
         return TokenMask.of(params, make_matcher(params.grammar), record.mask_budget)
     except HTTPError:
         raise
-    # the boundary of one request: whatever its grammar makes the compiler raise ends this request only
+    # The boundary of one request: if its grammar makes the compiler raise anything, only this request ends.
     except Exception as error:
         raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
 
@@ -230,12 +226,12 @@ Tag = Literal["weights", "kv_cache"]
 
 @dataclass
 class ServingState:
-    """What pauses, sleep and updates of the weights have made of an engine.
+    """The state of an engine after pauses, sleep and weight updates.
 
-    paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients
-
-    updated: time.monotonic() of the latest update of the weights; 0: there was none
-    weights: number that the API process gave to that update, which is never given again; 0: it gave none
+    paused: the mode of the pause; None: not paused. asleep: the memory that was freed on the devices
+    version: label of the weights, chosen by clients
+    updated: time.monotonic() of the latest weight update; 0: there was none
+    weights: number that the API process gave to that update and never gives again; 0: it gave none
     """
 
     paused: Mode | None = None
@@ -247,12 +243,12 @@ class ServingState:
 
     @property
     def halted(self) -> bool:
-        """Whether no step may run. Requests are accepted and wait."""
+        """Return whether no step may run. Requests are accepted and wait."""
         return self.paused is not None or bool(self.asleep)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """See TokenOutput.weight_versions."""
+        """Return TokenOutput.weight_versions for tokens that are made now."""
         return () if self.version == FIRST_VERSION else (self.version,)
 
 
@@ -285,7 +281,10 @@ def engine_stats(
     details: dict[str, float],
     serving: ServingState,
 ) -> EngineStats:
-    """Return the current gauges and counters. details: further values that only the metrics show"""
+    """Return the gauges and counters that the engine process reports.
+
+    details: further values that only the metrics show
+    """
     counters = stats.counters
     return EngineStats(
         num_running=stats.num_running,
@@ -331,15 +330,15 @@ MASK_WAIT = 0.002  # seconds that `step` waits for a thread to compute a token m
 
 
 class StepError(JaxserveError):
-    """The device failed at the dispatch of a step or when its tokens were read. Its state counts as lost."""
+    """The device failed while a step was dispatched or its tokens were read. The device's state counts as lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreOptions:
-    """What an EngineCore needs beside its runner and the scheduler's configuration.
+    """The options of an EngineCore, beside its runner and the scheduler's configuration.
 
     eos_token_ids, vocab_size    the model's
-    seed                         from which the seeds of requests without one are derived
+    seed                         the seeds of requests without one are derived from it
     make_matcher                 compiles a grammar; None: requests with a grammar are refused
     generates                    False: an embedding model
     fill_masks                   computes the masks of many grammars at once; None: one after the other
@@ -446,9 +445,9 @@ class EngineCore:
             self._deliver([output])
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
-        """Abort requests. Returns the last outputs of those that had not ended.
+        """Abort requests. Returns the last output of each request that had not ended.
 
-        If a step failed after it read tokens of theirs, the outputs with these tokens come first.
+        If a step failed after it had read tokens of these requests, the outputs with these tokens come first.
         """
         found = [self._abort(request_id, reason) for request_id in request_ids]
         ended = {output.request_id: output for output in found if output is not None}
@@ -468,7 +467,7 @@ class EngineCore:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether requests wait for their grammars. `step` queues them without waiting."""
+        """Return whether requests wait for their grammars. `step` queues them without waiting."""
         return len(self._compiling) > 0
 
     @property
@@ -483,13 +482,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """Return whether `step` has something to do."""
         return bool(self._outputs or (not self.serving.halted and (self._previous or self.scheduler.has_work)))
 
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then read the previous one. Returns the new outputs since the last call.
 
-        Only reads if the step in flight must be read before the next one is scheduled; see the module docstring.
+        It only reads if the step in flight must be read before the next one is scheduled; see the module docstring.
         Dispatches nothing while halted. Raises StepError if the device failed; then call `recover` first.
         """
         began = self._clock()
@@ -609,17 +608,17 @@ class EngineCore:
 
     @property
     def is_isolating(self) -> bool:
-        """Whether the request that makes the device fail is being searched for."""
+        """Return whether the engine searches for the request that makes the device fail."""
         return bool(self._isolator)
 
     def recover(self) -> bool:
         """Recover from a StepError: allocate a new, empty cache on the device and compute running requests again.
 
         Delivered tokens do not change: prompts and outputs are on the host, and a token depends only on them and the
-        seed of its request. A request found to cause repeated failures ends with an error. Returns whether such a
+        seed of its request. A request that causes repeated failures ends with an error. Returns whether such a
         request was found while other requests succeeded.
 
-        Raises DeviceFaultError, and what the runner raises if the device is not usable any more.
+        Raises DeviceFaultError, and the runner's exception if the device is not usable any more.
         """
         self._previous = None
         self.runner.rebuild()
@@ -652,7 +651,7 @@ class EngineCore:
             self._execute(SchedulerOutput(0, [], 0, [], page_moves=moves))
 
     def waiting(self, limit: int = MAX_WAITING_SHOWN) -> list[WaitingRequest]:
-        """At most `limit` requests that have no slot, those whose grammar is compiled first, with their reasons."""
+        """Return at most `limit` requests without a slot, each with its reason. Compiling requests come first."""
         now = self._clock()
         compiling = [(request, WaitReason.GRAMMAR) for request in self._compiling.requests()]
         found = compiling[:limit] + self.scheduler.waiting(max(0, limit - len(compiling)))

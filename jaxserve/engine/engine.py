@@ -6,7 +6,7 @@
 Step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side; its
 programs are plain functions over pytrees. `close`, or leaving a `with` block, ends the mask threads.
 
-One thread at a time uses an engine in its process, and Ctrl-C does not stop it in the middle of a step.
+EngineLock lets one thread at a time use the engine, and delays Ctrl-C to the end of a step.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 POLL = 0.001  # seconds between two tries of a coroutine, which must not block its event loop
 
 
-class Turns:
-    """What runs under `held` or `awaited` runs alone. A thread may nest them."""
+class EngineLock:
+    """Lets one thread at a time run code under `held` or `awaited`. A thread may nest them."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -54,13 +54,13 @@ class Turns:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Wait until no other thread is within. A KeyboardInterrupt of the body is raised at its end."""
+        """Wait until no other thread has the lock. A KeyboardInterrupt during the body is raised at its end."""
         with self._lock, interrupts_wait(), self._then_later():
             yield
 
     @contextlib.asynccontextmanager
     async def awaited(self) -> AsyncIterator[None]:
-        """As `held`, for a coroutine whose body awaits nothing."""
+        """Do the same as `held` for a coroutine whose body awaits nothing."""
         while not self._lock.acquire(blocking=False):
             await asyncio.sleep(POLL)
         try:
@@ -70,7 +70,7 @@ class Turns:
             self._lock.release()
 
     def soon(self, work: Callable[[], None]) -> None:
-        """Run `work` now, or at the end of what runs in another thread. Never waits for one.
+        """Run `work` now, or when the thread that has the lock gives it back. Never waits.
 
         The garbage collector may call this while the other thread waits for this one.
         """
@@ -95,7 +95,7 @@ class Turns:
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a Ctrl-C at the end of the body, but that of a second one at once.
+    """Raise the KeyboardInterrupt of a Ctrl-C at the end of the body. A second Ctrl-C interrupts at once.
 
     Does nothing outside of the main thread, and if the program handles SIGINT itself.
     """
@@ -182,7 +182,7 @@ class TextEngine:
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
         self._unread: list[RequestOutput] = []  # returned by the next `step`
         self._closed = False
-        self._turns = Turns()
+        self._lock = EngineLock()
         self._ids = itertools.count()
         self._names = itertools.count()
 
@@ -191,8 +191,8 @@ class TextEngine:
             self._tokenizer_dir = message.tokenizer_dir
 
     def close(self) -> None:
-        """Abort what runs and end the engine's threads. Later requests raise ServerError."""
-        with self._turns.held():
+        """Abort running requests and end the engine's threads. Later requests raise ServerError."""
+        with self._lock.held():
             self._closed = True
             self._abort(list(self._sequences))
             self._unread.clear()
@@ -216,7 +216,7 @@ class TextEngine:
 
     @property
     def runner(self) -> Any:
-        """The ModelRunner: weights, KV cache and compiled programs."""
+        """Return the ModelRunner: weights, KV cache and compiled programs."""
         return self.core.runner
 
     def generate(
@@ -256,7 +256,7 @@ class TextEngine:
     ) -> str:
         """Queue a prompt. Returns the id that its outputs will have. Raises RequestError.
 
-        hold_seconds: how long its KV pages are not evicted after its end, unless `handover.write` takes them before
+        hold_seconds: seconds after its end in which its KV pages are not evicted, unless `handover.write` takes them
         """
         name = request_id or f"request-{next(self._names)}"
         group = self._siblings(prompt, params or SamplingParams(), name, priority, cache_salt)
@@ -270,7 +270,7 @@ class TextEngine:
     def _siblings(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int = 0, cache_salt: str = ""
     ) -> list[EngineRequest]:
-        """Return the n sequences of a prompt, validated like those that cross a socket. Raises InvalidValueError."""
+        """Return the n sequences of a prompt, validated like a message from a socket. Raises InvalidValueError."""
         if params.thinking is not None:
             raise InvalidValueError("a budget for thinking needs an AsyncEngine", param="thinking")
         request = EngineRequest(
@@ -294,7 +294,7 @@ class TextEngine:
             for group in groups
             for each, text in zip(group, self._texts(group), strict=True)
         }
-        with self._turns.held():
+        with self._lock.held():
             self._check_open()
             self.core.add(*itertools.chain.from_iterable(groups))
             self._sequences |= sequences
@@ -323,7 +323,7 @@ class TextEngine:
 
     def _run_step(self) -> None:
         """Run one step of the core and pass its outputs to the sinks of their sequences."""
-        with self._turns.held():
+        with self._lock.held():
             self._step()
 
     def _step(self) -> None:
@@ -355,19 +355,19 @@ class TextEngine:
 
     def abort(self, request_id: str) -> None:
         """Abort all sequences of the requests with this id. They yield no more outputs."""
-        with self._turns.held():
+        with self._lock.held():
             self._abort([key for key, (sequence, _) in self._sequences.items() if sequence.request_id == request_id])
             self._unread = [output for output in self._unread if output.request_id != request_id]
 
     def _abort(self, ids: Iterable[str]) -> None:
-        with self._turns.held():
+        with self._lock.held():
             self.core.abort([each for each in ids if self._sequences.pop(each, None) is not None])
 
     # --- weights and memory; between two steps, whether requests run or not
 
     @property
     def control(self) -> EngineControl:
-        """Replaces weights, pauses, frees memory. Raises ServerError if the engine is closed."""
+        """Return what replaces weights, pauses and frees memory. Raises ServerError if the engine is closed."""
         self._check_open()
         if self._control is None:
             raise ServerError("this engine's weights cannot be changed")
@@ -375,7 +375,7 @@ class TextEngine:
 
     @property
     def handover(self) -> PageHandover:
-        """Passes the pages of a prompt to another engine. Raises ServerError if this one has none, or is closed."""
+        """Return what passes a prompt's pages to another engine. Raises ServerError without pages or if closed."""
         self._check_open()
         if self._handover is None:
             raise ServerError("this engine has no KV pages")
@@ -383,7 +383,7 @@ class TextEngine:
 
     @property
     def weight_version(self) -> str:
-        """Label of the weights that make the next tokens."""
+        """Return the label of the weights that make the next tokens."""
         return self.core.serving.version
 
     def update_weights(
@@ -398,29 +398,29 @@ class TextEngine:
         """Replace the weights; return their label. Nothing is compiled, and no memory of `weights` is kept.
 
         weights: a tree of arrays with the shape and dtype of each leaf of `runner.structure.specs`, by position or by
-          name; or (checkpoint name, array) pairs, which are converted, fused and quantised as at load
+          name; or (checkpoint name, array) pairs, which are converted, fused and quantized as at load
         version: the label; by default the number of updates so far
-        running: what becomes of running requests: "retract", the default, computes their KV again with the new weights;
-          "in_place", the default while paused in place, goes on with the old KV; "abort" ends them
-        partial: parameters that `weights` lacks stay as they are. One that is fused is replaced as a whole
+        running: how running requests go on: "retract", the default, computes their KV again with the new weights;
+          "in_place", the default while paused in place, keeps the old KV; "abort" ends them
+        partial: parameters that `weights` lacks stay as they are. A fused parameter is replaced as a whole
         delete_old: free each old parameter when its new one is there, so that memory peaks at one parameter more than
           the weights. False: make the new weights first, in the memory of the host
-        Raises ModelLoadError that names what does not fit, before anything is replaced. Raises WeightsLostError if a
+        Raises ModelLoadError that names the misfits, before anything is replaced. Raises WeightsLostError if a
         device fails half way; then no request runs until an update succeeds. No cached prefix of the old weights is
         used.
         """
-        with self._turns.held():
+        with self._lock.held():
             return self.control.update(
                 weights, version=version, running=running, partial=partial, delete_old=delete_old
             )
 
     def pause(self, mode: Mode = "abort") -> None:
         """Run no steps until `resume`. mode: running requests end, or are computed again, or keep their KV."""
-        with self._turns.held():
+        with self._lock.held():
             self.control.pause(mode)
 
     def resume(self) -> None:
-        with self._turns.held():
+        with self._lock.held():
             self.control.resume()
 
     def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
@@ -429,12 +429,12 @@ class TextEngine:
         level: 1 keeps the weights in the host's memory; 2 drops them, so that `update_weights` must follow. mode: abort
         or retract, as in `pause`
         """
-        with self._turns.held():
+        with self._lock.held():
             self.control.sleep(level, mode)
 
     def wake(self) -> None:
         """Undo `sleep`. Raises ServerError if there is no memory for it; the engine then stays asleep."""
-        with self._turns.held():
+        with self._lock.held():
             self.control.wake()
 
 

@@ -1,12 +1,9 @@
 """Builds an engine from a Config: finds and loads the checkpoint, compiles the programs, creates the scheduler.
 
-The only place where configuration, models, runtime and scheduler meet. Reports its progress as messages.
+Configuration, models, runtime and scheduler meet only here. The progress is reported as messages.
 
-Recognizes rerankers: models whose files, template or configuration say how they tell a document's relevance.
-
-Owns what these files say about the use of a head's numbers.
-
-What an engine says about itself and its model when it is ready.
+A model can be a reranker: its files, its template or the configuration then name the tokens for relevant and not
+relevant. `engine_info` describes the finished engine and its model to the API process.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ _ACTIVATIONS = ("activation_fn", "sbert_ce_default_activation_function")
 
 
 def label_token_ids(section: ModelSection, directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens by which the model says not relevant and relevant; () if it is no such reranker.
+    """Return the token ids for not relevant and relevant; () if the model is not such a reranker.
 
     The configuration decides, else the module LogitScore of sentence-transformers, else a chat template with the roles
     `query` and `document` and the words yes and no. Raises ConfigError for words that are not two tokens, and
@@ -101,7 +98,7 @@ def has_raw_scores(directory: Path) -> bool:
 
 
 def is_regression(directory: Path) -> bool:
-    """Return whether the numbers of a classification head are values, which transformers gives without a softmax."""
+    """Return whether a classification head predicts values, which transformers returns without a softmax."""
     file = directory / "config.json"
     return file.is_file() and read_object(file).get("problem_type") == "regression"
 
@@ -145,19 +142,20 @@ class ServedModel:
 
     @property
     def embeds(self) -> bool:
-        """Whether it makes embeddings and nothing else."""
+        """Return whether it makes embeddings and nothing else."""
         return is_embedder(self.directory, self.loaded.config)
 
     @property
     def generates(self) -> bool:
-        """Whether it generates text."""
+        """Return whether it generates text."""
         return not (self.embeds or self.loaded.config.labels)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end an output: the model's, and the tokenizer's `eos_token`, which alone may name a chat's.
+        """Return the token ids that end an output: the model's, and the tokenizer's `eos_token`.
 
-        A GGUF file may name one of several: there all ends of the tokenizer count.
+        Some models name the end of a chat turn in `eos_token` only. A GGUF file may name only one of several ends, so
+        there all end tokens of the tokenizer count.
         """
         model, tokenizer = self.loaded.config, self.tokenizer
         own = tokenizer.eos_token_ids if gguf_file(self.directory) else (tokenizer.eos_token_id,)
@@ -168,7 +166,7 @@ class ServedModel:
 def served_names(config: Config) -> list[str]:
     """Return the names that clients may use: the configured ones, or the checkpoint's own name.
 
-    A relative directory that is written as a hub id, Qwen/Qwen3-8B, may be called so too.
+    If a relative directory is written like a hub id, Qwen/Qwen3-8B, that is a name too.
     """
     if config.model.served_name:
         return list(config.model.served_name)
@@ -191,7 +189,7 @@ def engine_info(
 ) -> EngineInfo:
     """Describe a ready engine.
 
-    seconds: of the phases of its start. num_compiled: programs that no cache had
+    seconds: duration of each phase of its start. num_compiled: programs that were in no cache
     """
     model = found.loaded.config
     defaults = dataclasses.asdict(model.generation)
@@ -229,13 +227,13 @@ def engine_info(
 
 
 def _useful_rows(runner: ModelRunner | EncoderRunner, times: StepTimes) -> int:
-    """See EngineInfo.useful_rows."""
+    """Return EngineInfo.useful_rows."""
     most = runner.config.max_num_seqs
     return most if runner.mesh.platform != "cpu" else max(1, round(CPU_SHARE * times.full_rows(most)))
 
 
 def _routed(config: ModelConfig) -> tuple[int, int]:
-    """See EngineInfo.routed."""
+    """Return EngineInfo.routed."""
     return (0, 0) if config.moe is None else (sum(config.moe.sparse_layers), config.moe.experts_per_token)
 
 
@@ -265,9 +263,9 @@ def build_engine(
 ) -> BuiltEngine:
     """Return a ready engine and its properties. Raises ConfigError with a cause and a fix.
 
-    seed: from which the seeds of requests without one are derived; AsyncEngine always sets a seed
-    group: the other hosts, with whose devices those of this process are joined; None: there are none
-    early: ready before all programs are, unless the configuration waits for them
+    seed: the seeds of requests without one are derived from it; AsyncEngine always sets a seed
+    group: the other hosts, whose devices are joined with the devices of this process; None: there are none
+    early: return before all programs are compiled, unless the configuration waits for them
     """
     phases = Phases()
     _refuse_mesh(config, group)
@@ -334,9 +332,9 @@ def _refuse_mesh(config: Config, group: Leader | None) -> None:
 
 
 def locate(config: Config) -> Path:
-    """Return the checkpoint's directory: of the embedded demo model, a local one, or one downloaded from the hub.
+    """Return the checkpoint's directory: the embedded demo model's, a local one, or one downloaded from the hub.
 
-    The name of the demo model means it where no such directory is.
+    The demo model's name selects it if no directory has this name.
     """
     path = config.model.path
     if path is None or (path == DEMO_NAME and not Path(path).exists()):
@@ -363,7 +361,7 @@ def read_model(config: Config, directory: Path, mesh: DeviceMesh) -> tuple[Model
 
 
 def load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
-    """Load the weights in the form that the configuration asks for. Raises ConfigError."""
+    """Load the weights, quantized if the configuration asks for it. Raises ConfigError."""
     model_config, dtype = read_model(config, directory, mesh)
     load_format, seed = config.model.load_format, config.runtime.random_seed or 0
     if load_format == "random":
@@ -396,7 +394,10 @@ def make_runner(
     send: Send,
     agree: Callable[[MemoryPlan], MemoryPlan],
 ) -> ModelRunner | EncoderRunner:
-    """Check this machine's numbers and return a runner. Raises ConfigError. agree: as of ModelRunner"""
+    """Check that this machine computes correctly, and return a runner. Raises ConfigError.
+
+    agree: as of ModelRunner
+    """
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
     resolved = resolved.for_embeddings(pooling, loaded.directory)
     if config.cache.disk is not None:
@@ -460,7 +461,7 @@ def _warm_up(runner: ModelRunner | EncoderRunner, calls: ModelRunner | LeaderRun
 
 
 def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, directory: Path) -> str:
-    """Return a name for the pages of the model; another one if anything changes that changes their content."""
+    """Return a name for the model's KV pages. It differs if anything differs that changes their content."""
     weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, describe(loaded.config)
     numbers = resolved.cache_dtype.name, resolved.page_size
     kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.activations
@@ -512,7 +513,7 @@ def _drafter(section: SpeculationSection) -> Drafter | None:
 
 
 def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:
-    """Return the step sizes to round prefill down to. CPU only: there padding costs compute.
+    """Return the step sizes, in tokens, to round prefill down to. Only on a CPU, where padding costs compute.
 
     On a GPU a 256-token step takes as long as one with 128 tokens, because it reads the same weights.
     """

@@ -1,6 +1,6 @@
-"""The rest of a start, while the engine serves: programs that are compiled in threads, then their first runs.
+"""Finishes a start while the engine serves: compiles programs in threads, then runs each once.
 
-First runs happen only while no request is live. They are on padding, which changes no slot and no page.
+First runs happen only while no request is live. They run on padding, which changes no slot and no page.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _END = object()
 
 
 class LateStart:
-    """Owns what remains of a start.
+    """Compiles the programs that the start left out, and tells the scheduler which ones are there.
 
-    first: times that were measured before the engine was ready. share: of the saturating rows that is useful
+    first: times that were measured before the engine was ready. share: part of the saturating rows that is useful
     """
 
     def __init__(self, core: EngineCore, runner: ModelRunner, first: StepTimes, share: float) -> None:
@@ -36,7 +36,7 @@ class LateStart:
 
     @property
     def has_work(self) -> bool:
-        """Whether `proceed` would run a program now."""
+        """Return whether `proceed` would run a program now."""
         is_idle = not (self._core.live_ids or self._core.serving.halted)
         return not self._is_over and self._runner.late.is_complete and is_idle
 

@@ -1,8 +1,8 @@
 """Passes the KV pages of a prompt from one engine to another, through a file that both can read.
 
 One engine computes the prompt, holds its pages (`EngineRequest.hold_seconds`) and writes them to a file. The other one
-reads the file into its prefix cache. A request with this prompt then computes there what is left: less than a page, and
-the last token, from which the first token is sampled.
+reads the file into its prefix cache. A request with this prompt then computes only the rest there: less than a page,
+and the last token, from which the first token is sampled.
 
 A file that is damaged, or of another model or other weights, is refused, and the request computes its whole prompt. A
 file in /dev/shm is memory that both processes map. A server does so with `mesh.prefill_replicas`
@@ -40,10 +40,10 @@ _MAX_HEADER = 64 * 2**20  # bytes
 class _PagesHeader(msgspec.Struct, frozen=True):
     """The beginning of a file of pages.
 
-    form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page
-
-    version, weights: label and number of the weights, see ServingState. written: time.monotonic(), which all processes
-    of a machine share; two updates of the weights may have the same label
+    form: see PageHandover. tokens: int32, little-endian, the tokens of the pages
+    checksums: one a page
+    version, weights: label and number of the weights, see ServingState
+    written: time.monotonic(), which all processes of a machine share; two weight updates may have the same label
     """
 
     form: str
@@ -85,7 +85,7 @@ class PageHandover:
 
     @property
     def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """The methods that the API process may call, with plain data as arguments and results."""
+        """Return the methods that the API process may call. Their arguments and results are plain data."""
         return {"write_pages": self.write, "read_pages": self.read}
 
     def write(self, path: str, token_ids: Sequence[int], namespace: str = "") -> int:
@@ -138,7 +138,7 @@ class PageHandover:
 
     @property
     def _identity(self) -> tuple[str, str, int]:
-        """The form, and the label and number of the weights."""
+        """Return the form, and the label and number of the weights."""
         return self._form, self._core.serving.version, self._core.serving.weights
 
     def _checked(self) -> Any:
@@ -167,7 +167,7 @@ class PageHandover:
         return header, data
 
     def _rows(self, path: str, header: _PagesHeader, data: np.ndarray, first: int, most: int | None) -> np.ndarray:
-        """Return pages from `first` on, at most `most`, uint8 [n, bytes of a page]. Raises InvalidValueError."""
+        """Return at most `most` pages from `first` on: uint8 [n, bytes of a page]. Raises InvalidValueError."""
         checksums = header.checksums[first:] if most is None else header.checksums[first : first + most]
         # a copy, because the file may change after it was checked
         rows = data.reshape(-1, self._page_bytes)[first : first + len(checksums)].copy()
@@ -188,7 +188,7 @@ def _end_of_header(data: np.ndarray) -> int:
 
 
 def _write(path: str, header: bytes, rows: np.ndarray) -> None:
-    """Write a file that other users cannot read. It has its name when it is whole."""
+    """Write a file that other users cannot read. It gets its name when it is complete."""
     begun = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(begun)
@@ -205,7 +205,7 @@ def _write(path: str, header: bytes, rows: np.ndarray) -> None:
 
 
 def _mapped(path: str) -> np.ndarray:
-    """Return the bytes of a file of this user. Raises OSError or ValueError."""
+    """Map a file that belongs to this user, and return its bytes. Raises OSError or ValueError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         info = os.fstat(file)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, send: Callable[[FromEngine], None]) -> BuiltEngine:
-    """See factory.build_process. The C kernels are compiled during its imports, if they will serve."""
+    """Return factory.build_process's engine. If C kernels will serve, they are compiled during the imports."""
     if platform_of(config) == "cpu" and config.runtime.attention in ("auto", "native"):
         threading.Thread(target=compile_ahead, name="kernels", daemon=True).start()
     return importlib.import_module("jaxserve.engine.factory").build_process(config, send)

@@ -1,17 +1,10 @@
 """The engine loop: receives messages, runs steps, sends outputs. Runs in a child process or in a thread.
 
-Uses an EngineCore and a Channel. Knows no sockets, text or HTTP. An error of one request ends only that request.
+It uses an EngineCore and a Channel, and knows no sockets, text or HTTP. An error of one request ends only that request.
 
-Groups the outputs of batch requests, because no client reads them token by token.
-
-One message per step and batch request would cost the API process more than online requests do. Knows TokenOutputs
-only.
-
-The life of each request in the engine process, as debug lines: received, started, first token, finished.
-
-Why a request waits is logged by scheduler/admission.py, and its preemption by the scheduler.
-
-The engine's log lines: what it did since the last line while it is busy, and one line when it becomes idle.
+The outputs of a batch request are sent in groups: one message per step would cost the API process more than online
+requests do, and no client reads them token by token. The log has debug lines for the life of a request, and StatsLog's
+lines about busy periods. scheduler/admission.py logs why a request waits, and the scheduler its preemption.
 """
 
 from __future__ import annotations
@@ -57,23 +50,23 @@ GROUP_TOKENS = 64
 
 
 class OutputGroups:
-    """Holds back the outputs of watched requests, except the first and the last of each."""
+    """Collects the outputs of watched requests. The first and the last output of each are sent at once."""
 
     def __init__(self) -> None:
         self._held: dict[str, TokenOutput | None] = {}  # None: no output yet
 
     def __len__(self) -> int:
-        """Number of watched requests."""
+        """Return the number of watched requests."""
         return len(self._held)
 
     def watch(self, request: EngineRequest) -> None:
-        """Group the outputs of a batch request. Not with stop strings, which are found by the API process."""
+        """Group the outputs of a batch request, unless it has stop strings, which the API process finds."""
         params = request.params
         if params.grouped and request.priority >= BACKGROUND_PRIORITY and not (params.stop or params.stop_regex):
             self._held[request.request_id] = None
 
     def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Return what must be sent now. Held tokens are sent with the output that follows them."""
+        """Return the outputs to send now. Collected tokens are sent with the output that follows them."""
         if not self._held:
             return outputs
         return [ready for output in outputs if (ready := self._join(output)) is not None]
@@ -96,7 +89,7 @@ class OutputGroups:
 
 
 def _prepend(before: TokenOutput, output: TokenOutput) -> None:
-    """Prepend the held tokens of the same request to `output`."""
+    """Prepend the collected tokens of the same request to `output`."""
     if before.weight_versions or output.weight_versions:
         made = [each.weight_versions or (FIRST_VERSION,) for each in (before, output) if each.is_made]
         output.weight_versions = joined_versions(*made)
@@ -110,7 +103,7 @@ def _prepend(before: TokenOutput, output: TokenOutput) -> None:
 
 
 def log_received(requests: Iterable[EngineRequest], num_prompt_tokens: int) -> None:
-    """Log that the requests have come in. num_prompt_tokens: of the prompt that they share."""
+    """Log that requests were received. num_prompt_tokens: length of the prompt that they share"""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for request in requests:
@@ -122,7 +115,7 @@ def log_received(requests: Iterable[EngineRequest], num_prompt_tokens: int) -> N
 
 
 def log_iteration(started: Iterable[str], outputs: Iterable[TokenOutput]) -> None:
-    """Log what one iteration of the engine loop did. started: ids of the requests that were given a slot."""
+    """Log one iteration of the engine loop. started: ids of the requests that were given a slot"""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for request_id in started:
@@ -225,9 +218,9 @@ class Channel(Protocol):
 class BuiltEngine(NamedTuple):
     """A ready engine. `prepare` compiles a grammar in a thread. control: None if its weights cannot be changed.
 
-    handover: None if it has no KV cache, or if that is on several hosts
-    end: called when it stops as it was asked to
-    late: what remains of the start; None: nothing
+    handover: None if the engine has no KV cache, or if the cache is on several hosts
+    end: called when the engine stops because it was asked to
+    late: the rest of the start; None: the start is complete
     """
 
     core: EngineCore
@@ -239,7 +232,7 @@ class BuiltEngine(NamedTuple):
     late: LateStart | None = None
 
     def server(self, channel: Channel, state: SharedState, *, log_interval: float) -> EngineServer:
-        """Return what runs it. Arguments: as of EngineServer"""
+        """Return an EngineServer that runs it. Arguments: as of EngineServer"""
         return EngineServer(self, channel, state, log_interval=log_interval)
 
 

@@ -79,7 +79,7 @@ class Engine(TextEngine):
         Raises RequestError, also for a field that the route does not know, and ConfigError at the first call if the
         chat template or the tokenizer is not the model's.
         """
-        with self._turns.held():
+        with self._lock.held():
             self._check_open()
             chats = self._chats
         answer = chats.prepare(_fields(params) | {"messages": messages, "stream": stream} | fields)
@@ -105,12 +105,12 @@ class Engine(TextEngine):
         group = self._siblings(prompt, params, name, options.get("priority", 0), options.get("cache_salt", ""))
         ids = [each.request_id for each in group]
         outputs: deque[RequestOutput] = deque()
-        async with self._turns.awaited():
+        async with self._lock.awaited():
             self._queue([group], lambda _: outputs.append)
         try:
             while outputs or not self._sequences.keys().isdisjoint(ids):
                 if not outputs:
-                    async with self._turns.awaited():
+                    async with self._lock.awaited():
                         self._run_step()
                     self._check_runs()
                     await asyncio.sleep(0)  # lets cancellation arrive and other beams of a search run
@@ -120,7 +120,7 @@ class Engine(TextEngine):
                     raise output.error
                 yield output
         finally:
-            self._turns.soon(lambda: self._abort(ids))
+            self._lock.soon(lambda: self._abort(ids))
 
 
 @dataclass(frozen=True)

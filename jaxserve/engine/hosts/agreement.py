@@ -1,4 +1,4 @@
-"""What the hosts of a group must have in common before they touch a device: key, versions and configuration."""
+"""Checks that the hosts of a group have the same key, versions and configuration before they touch a device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxserve.types.group import Hello
 from jaxserve.version import __version__
 
 MIN_KEY = 16  # characters
-# Sections that decide what the programs are, so that all hosts take the leader's.
+# Sections that determine the programs. All hosts take the leader's.
 AGREED_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")
-# What each host has for itself.
+# Keys that each host has for itself.
 LOCAL = (
     "mesh.cluster",
     "mesh.host_rank",
@@ -67,7 +67,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def check_hosts(config: Config) -> None:
-    """Raise ConfigError for what an engine over several hosts cannot do."""
+    """Raise ConfigError if the configuration asks for something that an engine over several hosts cannot do."""
     if config.mesh.hosts == 1:
         return
     for name, used in (
@@ -96,7 +96,7 @@ def hello(config: Config) -> Hello:
 
 
 def objection(config: Config, follower: Hello) -> str | None:
-    """Return why a follower cannot be in the leader's group, None if it can."""
+    """Return the reason why a follower cannot be in the leader's group; None if it can."""
     mesh = config.mesh
     if follower.num_hosts != mesh.hosts:
         return f"the leader has mesh.hosts {mesh.hosts}, and host {follower.rank} {follower.num_hosts}"
@@ -115,7 +115,7 @@ def objection(config: Config, follower: Hello) -> str | None:
 
 
 def for_followers(config: Config) -> str:
-    """Return the leader's configuration as JSON, without what each host has for itself."""
+    """Return the leader's configuration as JSON, without the keys that each host has for itself."""
     tree = config.model_dump(mode="json", exclude_defaults=True, include=set(AGREED_SECTIONS))
     for key in LOCAL:
         section, _, name = key.partition(".")
@@ -125,7 +125,7 @@ def for_followers(config: Config) -> str:
 
 
 def followed(own: Config, leaders: str) -> Config:
-    """Return the configuration of a follower: the leader's, with what the follower has for itself.
+    """Return the configuration of a follower: the leader's, with the keys that the follower has for itself.
 
     leaders: from `for_followers`. A follower without a model.path takes the leader's.
     """
@@ -141,6 +141,6 @@ def followed(own: Config, leaders: str) -> Config:
 
 
 def free_port(host: str) -> int:
-    """Return a port at `host` that nothing listens on."""
+    """Return a port of `host` on which nothing listens."""
     with socket.create_server((host, 0)) as probe:
         return probe.getsockname()[1]

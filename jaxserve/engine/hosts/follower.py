@@ -1,6 +1,6 @@
-"""A follower: makes the calls of the leader on its own devices, in the leader's order. Schedules nothing.
+"""The engine of a host that is not the leader: joins the group, loads its part of the model, and follows.
 
-The engine of a host that is not the leader: joins the group, loads its part of the model, and follows.
+A follower makes the leader's calls on its own devices, in the leader's order. It schedules nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def welcome(end: FollowerEnd) -> Welcome:
 
 
 def agreed_plan(end: FollowerEnd, plan: MemoryPlan) -> MemoryPlan:
-    """Tell the leader what fits here, and return the plan with what fits on all hosts."""
+    """Tell the leader the sizes that fit here. Return the plan with the sizes that fit on all hosts."""
     end.send(offer_of(plan))
     return with_sizes(plan, _expected(end.receive(), PlanOffer))
 
@@ -81,7 +81,7 @@ class Follower:
         self._step: StepHandle | None = None
 
     def warm_up(self) -> None:
-        """Make the first runs of the programs, those that the leader makes."""
+        """Make the first runs of the programs that the leader runs."""
         self._end.send(Done())
         while isinstance(message := self._end.receive(), WarmRun):
             self._runner.timed_run(message.family, message.size)
@@ -89,7 +89,7 @@ class Follower:
         self._runner.end_warm_up()
 
     def run(self) -> None:
-        """Make the leader's calls until it stops. Raises whatever a step raises, which ends the group."""
+        """Make the leader's calls until it stops. An exception of a step is raised, and ends the group."""
         while not isinstance(message := self._end.receive(), LeaderEnds):
             self._make(message)
 
@@ -108,7 +108,7 @@ class Follower:
 
 
 class Operations:
-    """The calls that are no steps. Between `stage_...` and `replace` the new weights are in the memory of the host."""
+    """The calls other than steps. Between `stage_...` and `replace` the new weights are in the host's memory."""
 
     def __init__(self, runner: ModelRunner, weights: DeviceWeights, served: Path) -> None:
         self._runner = runner
@@ -130,7 +130,7 @@ class Operations:
         }
 
     def run(self, operation: Operation) -> str | None:
-        """Make a call. Returns why it failed, None if it succeeded."""
+        """Make a call. Returns the reason if it failed, None if it succeeded."""
         try:
             self._calls[operation.name](**operation.args)
         except Exception as error:
@@ -222,7 +222,7 @@ def _told(end: FollowerEnd) -> Iterator[None]:
 
 
 def _built(config: Config, end: FollowerEnd, send: Send, coordinator: str) -> Follower:
-    """Load this host's part of the model and compile. config: the leader's, with what is this host's own."""
+    """Load this host's part of the model and compile. config: from `followed`"""
     section = config.mesh
     directory = locate(config)
     send(Progress("devices"))

@@ -1,4 +1,4 @@
-"""Joins this process's devices with those of the other hosts, by jax.distributed."""
+"""Joins this process's devices with the other hosts' devices, by jax.distributed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ JAX_HEARTBEAT_LIMIT = 60  # seconds; a group's own connections notice a lost hos
 
 
 def join_devices(coordinator: str, rank: int, num_hosts: int) -> None:
-    """Let this process see the devices of all hosts. Before the first use of a device.
+    """Let this process see the devices of all hosts. Call it before the first use of a device.
 
     coordinator: HOST:PORT at which host 0 listens, and nowhere else
     """
@@ -28,9 +28,9 @@ def join_devices(coordinator: str, rank: int, num_hosts: int) -> None:
 
 
 def write_programs() -> None:
-    """Let this process write the cache of compiled programs, whatever its rank. After the first use of a device.
+    """Let this process write the cache of compiled programs, whatever its rank. Call it after a device was used.
 
-    JAX lets process 0 alone write it, and the keys of the others differ from its keys, so that they would compile at
-    every start. A process's cache directory is its own here, see program_cache.py.
+    JAX lets only process 0 write it. The other processes have different keys, so they would compile at every start.
+    Each process has a cache directory of its own, see program_cache.py.
     """
     distributed.global_state.process_id = 0  # read at the first use of a device, and then by the cache only

@@ -1,11 +1,8 @@
 """The leader's side of an engine over several hosts: each call of runner or weights is sent, then made here.
 
-A follower gets the calls in the order in which they are made here, and nothing else decides what it does: no clock, no
-scheduler. If a call that changes the devices fails on one host and not on others, the group ends.
-
-The administration of an engine over several hosts.
-
-How an engine process joins the others of its group, and how it ends if one of them is lost.
+A follower gets the calls in the order in which they are made here. No clock and no scheduler decides what it does. If
+a call that changes the devices fails on one host and not on others, the group ends. If a host is lost, the processes
+of all hosts end and are started again.
 """
 
 from __future__ import annotations
@@ -42,12 +39,12 @@ from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle
 logger = logging.getLogger(__name__)
 
 PLAN_LIMIT = 3600.0  # seconds that the slowest host may take to read the weights, and again to compile
-OPERATION_LIMIT = 600.0  # seconds that a follower may take for a call that is no step
+OPERATION_LIMIT = 600.0  # seconds that a follower may take for a call other than a step
 REBUILD_LIMIT = 30.0  # seconds for empty arrays in place of the old; a host whose device waits for others never answers
 
 
 def offer_of(plan: MemoryPlan) -> PlanOffer:
-    """Return what fits on this host."""
+    """Return the sizes that fit on this host."""
     return PlanOffer(plan.num_pages, plan.num_window_pages, plan.max_model_len)
 
 
@@ -58,14 +55,14 @@ def with_sizes(plan: MemoryPlan, agreed: PlanOffer) -> MemoryPlan:
 
 
 class Leader:
-    """Calls on all hosts. tick: called again and again while followers are waited for."""
+    """Makes calls on all hosts. tick: called repeatedly while the leader waits for followers"""
 
     def __init__(self, end: LeaderEnd) -> None:
         self.end = end
         self.tick: Tick = lambda: None
 
     def agree(self, plan: MemoryPlan) -> MemoryPlan:
-        """Return the plan with what fits on every host, and send it to the followers."""
+        """Return the plan with the sizes that fit on every host, and send it to the followers."""
         offers = [offer_of(plan)]
         offers += [offer for offer in self.end.answers(PLAN_LIMIT).values() if isinstance(offer, PlanOffer)]
         least = PlanOffer(
@@ -117,9 +114,9 @@ class LeaderRunner:
         self._runner = runner
 
     def warm_up(self) -> StepTimes:
-        """See `ModelRunner.warm_up`. The followers make the runs that this host makes, once all have compiled.
+        """Do what `ModelRunner.warm_up` does, on all hosts at once, when all have compiled.
 
-        Devices that wait for those of another host fail after 30 s.
+        A device that waits for another host's device fails after 30 s.
         """
         end = self._leader.end
         end.answers(PLAN_LIMIT)
@@ -155,7 +152,7 @@ class _LeaderStep:
         self._handle = handle
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
-        """Sample on all hosts. bitmask: int32 [R, W], of each row. late: rows without a mask, which are not sampled."""
+        """Sample on all hosts. bitmask: int32 [R, W], a row's mask. late: rows without a mask, not sampled"""
         self._leader.end.send(Sample.of(bitmask, tuple(late)))
         self._handle.sample(bitmask, late)
 
@@ -164,7 +161,7 @@ class _LeaderStep:
 
 
 class LeaderWeights:
-    """The weights of all hosts. Before `replace` the followers must have staged the same ones."""
+    """The weights of all hosts. Before `replace` the followers must have staged the same weights."""
 
     def __init__(self, leader: Leader, weights: DeviceWeights) -> None:
         self._leader = leader
@@ -179,11 +176,11 @@ class LeaderWeights:
         return self._weights.place
 
     def staged(self, source: WeightSource, tick: Tick = lambda: None) -> WeightSource:
-        """See `DeviceWeights.staged`; on this host only."""
+        """Do what `DeviceWeights.staged` does, on this host only."""
         return self._weights.staged(source, tick)
 
     def replace(self, source: WeightSource, tick: Tick = lambda: None) -> None:
-        """See `DeviceWeights.replace`. An update that is refused does not end the group."""
+        """Do what `DeviceWeights.replace` does, on all hosts. An update that is refused does not end the group."""
         self._weights.check(source)
         with self._leader.everywhere("replace"):
             self._weights.replace(source, tick)
@@ -201,7 +198,7 @@ class LeaderWeights:
             self._weights.drop()
 
     def read(self, name: str, num_rows: int) -> np.ndarray:
-        """Raises InvalidValueError: a tensor's parts are on several hosts."""
+        """Raise InvalidValueError, because a tensor's parts are on several hosts."""
         raise InvalidValueError("weights cannot be read over several hosts (mesh.hosts)", param="name")
 
 
@@ -219,7 +216,7 @@ class GroupControl(EngineControl):
     def update_from_directory(
         self, path: str, version: str | None = None, running: Mode | None = None, number: int = 0
     ) -> str:
-        """See `EngineControl`. Each host reads the directory of this name."""
+        """Do what `EngineControl` does. Each host reads its own directory of this name."""
         with self._staging():
             self._leader.on_followers("stage_directory", path=path)
             return super().update_from_directory(path, version, running, number)
@@ -227,7 +224,7 @@ class GroupControl(EngineControl):
     def update_from_file(
         self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False, number: int = 0
     ) -> str:
-        """See `EngineControl`. The file's bytes are sent to the other hosts."""
+        """Do what `EngineControl` does. The file's bytes are sent to the other hosts."""
         with self._staging():
             self._send_file(path)
             self._leader.on_followers("stage_file", partial=partial)
@@ -256,7 +253,7 @@ Send = Callable[[FromEngine], None]
 def lead(config: Config, send: Send) -> Leader:
     """Wait for the followers and join all devices. Raises ConfigError. send: may be called by another thread.
 
-    When a follower is lost from then on, this process ends, and is started again by its supervisor.
+    If a follower is lost later, this process ends, and its supervisor starts it again.
     """
     mesh = config.mesh
     agreement.check_hosts(config)
@@ -281,7 +278,7 @@ def lead(config: Config, send: Send) -> Leader:
 def end_process(send: Send, reason: str, fix: str | None = None) -> None:
     """End this process at once. Its threads may wait for devices of a host that is gone.
 
-    fix: what the operator can do, if it is a mistake of the operator
+    fix: what the operator can do, if the operator made a mistake
     """
     logger.error("%s: this engine process ends", reason)
     send(Failed(reason, fix, expected=fix is not None))
