@@ -1,7 +1,7 @@
-"""The configuration of a model, as frozen data: dimensions and features that modules, loader and runtime read.
+"""The configuration of a model as frozen data: dimensions and features that modules, loader and runtime read.
 
-Owns ModelConfig and its parts. `loading.config.hf_config` makes one from a published config.json. Only that file and
-the families know Hugging Face's keys.
+`checkpoint.hf_config` makes a ModelConfig from a published config.json. Only that file and the families know Hugging
+Face's keys.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class GenerationDefaults:
 class AttentionLayer:
     """The properties of one layer that the KV cache and the attention kernel depend on.
 
-    A token stores K and V of `num_kv_heads` heads of `head_dim` numbers each.
+    A token stores K and V of `num_kv_heads` heads of `head_dim` values each.
     sliding_window w: a token at position p sees [p - w + 1, p].
     soft_cap c: a score s becomes c * tanh(s / c), after the scale.
     sinks: the layer passes one score per query head that is added to the softmax's denominator.
-    latent: multi-head latent attention (MLA). V is the first numbers of K, so a layout may store K alone.
-    value_columns: how many numbers V has, None for head_dim.
+    latent: multi-head latent attention (MLA). V is the beginning of K, so a layout may store K alone.
+    value_columns: size of V per head; None: head_dim.
     """
 
     num_heads: int
@@ -77,8 +77,8 @@ class MoEConfig:
 class LatentConfig:
     """Multi-head latent attention (MLA): K and V of all heads are projections of one vector of `kv_rank` per token.
 
-    A head's query and key have `nope_dim` numbers without position and `rope_dim` rotated numbers. All heads share the
-    rotated part of the key. A head's value has `v_dim` numbers. q_rank None: queries are projected directly.
+    A head's query and key have `nope_dim` values without position and `rope_dim` rotated ones. All heads share the
+    rotated part of the key. A head's V has `v_dim` values. q_rank None: queries are projected directly.
     """
 
     kv_rank: int
@@ -135,25 +135,25 @@ class ModelConfig:
     ignored_tensors: tuple[str, ...] = ()  # regular expressions of checkpoint names that the model does not use
     dtype: str = "float32"  # of the checkpoint
     activation_dtype: str | None = None  # None: the weights'
-    stored_form: StoredForm | None = None  # of a checkpoint's quantised weights
-    # of linear layers and experts: at load; "stored": as in the checkpoint, see stored_form
+    stored_form: StoredForm | None = None  # of a checkpoint's quantized weights
+    # quantization of linear layers and experts at load; "stored": as in the checkpoint, see stored_form
     quantization: Literal["none", "stored", "int8", "int4", "fp8"] = "none"
     quantized_head: bool = False  # at load, with the linear layers
     generation: GenerationDefaults = GenerationDefaults()
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """The attention of each layer, in order. The runtime makes the caches and the kernels' specs from it."""
+        """Return the attention of each layer, in order. The runtime makes caches and kernel specs from it."""
         return tuple(self._attention_layer(window) for window in self.windows)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None for a layer without one."""
+        """Return the sliding window of each layer, None for a layer without one."""
         return self.layer_windows or (None,) * self.num_layers
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The rotation of each layer, None for a layer without positions."""
+        """Return the rotation of each layer, None for a layer without positions."""
         rotated = self.rope_layers or (True,) * self.num_layers
         pairs = zip(rotated, self.windows, strict=True)
         local = self.local_rope or self.rope

@@ -218,6 +218,6 @@ class CausalLM(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
-        """Compute the numbers of a classification head from hidden [R, D] of last tokens -> float32 [R, labels]."""
+        """Compute the scores of a classification head from hidden [R, D] of last tokens -> float32 [R, labels]."""
         assert self.score is not None, self.config.architecture
         return self.score.in_float32(hidden, linear)

@@ -22,7 +22,7 @@ class Texts(NamedTuple):
 
     @property
     def places(self) -> jax.Array:
-        """Return the place of each token in its text, int32 [L]."""
+        """Return the index of each token in its text, int32 [L]."""
         return jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)
 
     @property
@@ -53,7 +53,7 @@ class TextClassifier(Encoder):
     @property
     @abstractmethod
     def encoder(self) -> Encoder:
-        """The encoder without the head."""
+        """Return the encoder without the head."""
 
     def __call__(self, texts: Texts, linear: Products = Products()) -> jax.Array:
         """Encode the texts, see `Encoder`."""
@@ -61,4 +61,4 @@ class TextClassifier(Encoder):
 
     @abstractmethod
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
-        """Compute the head's numbers from hidden [R, L, D] -> float32 [R, labels]."""
+        """Compute the head's scores from hidden [R, L, D] -> float32 [R, labels]."""

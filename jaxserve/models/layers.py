@@ -49,7 +49,7 @@ class GatedActivation:
                 return jax.nn.silu(gate) * up
             case "gelu" | "gelu_tanh":
                 return jax.nn.gelu(gate, approximate=self.kind == "gelu_tanh") * up
-            case "clamped_swiglu":  # gpt-oss: both are clamped, the sigmoid is steeper, 1 is added to up
+            case "clamped_swiglu":  # gpt-oss clamps both, has a steeper sigmoid and adds 1 to up
                 gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
                 return gate * jax.nn.sigmoid(gate * 1.702) * (up + 1)
 
@@ -176,7 +176,7 @@ class Attention(nnx.Module):
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
 
     def _projected(self, rows: jax.Array, rope: RopeTable | None) -> ProjectedHeads | None:
-        """Return what is left to do to rows [T, KH, G + 2, H]. None if a norm is over all heads."""
+        """Return the remaining steps (norms, rotation) for rows [T, KH, G + 2, H]; None if a norm is over all heads."""
         if self.norm_all_heads:
             return None
         norms, eps, offset = None, 0.0, 0.0

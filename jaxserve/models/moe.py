@@ -1,10 +1,8 @@
 """Mixture-of-experts feed-forward: router, experts, shared expert. ops/moe has the grouped matrix products.
 
 Scores, choice and weights are float32 whatever the model's dtype: rounding could turn a near tie into another expert.
-
-The routed experts of a forward pass: a module stores the ids it chose, and a caller may take them.
-
-If no caller takes them, they cost nothing: XLA removes what a program does not return.
+A router stores the ids of the chosen experts, and a caller may take them. If no caller does, they cost nothing, because
+XLA removes values that a program does not return.
 """
 
 from __future__ import annotations

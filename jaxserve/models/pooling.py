@@ -1,6 +1,6 @@
-"""Pooling of hidden states to one embedding per text, as sentence-transformers directories describe it.
+"""Pools hidden states to one embedding per text, as sentence-transformers directories describe it.
 
-Owns PoolingConfig, the files it is read from (modules.json and the files that names), and the computation.
+PoolingConfig is read from modules.json and the files that it names. `pool` is the computation.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
 
 
 def _kind(settings: dict[str, Any], path: Path) -> Kind:
-    """Return the pooling that its file names. Raises ModelLoadError unless it is one that is known."""
+    """Return the pooling that its file names. Raises ModelLoadError if it is unknown."""
     modes = settings.get("pooling_mode", [mode for key, mode in _KEYS.items() if settings.get(key)])
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _MODES:

@@ -1,7 +1,7 @@
-"""Quantised weights in a model: which layers have them, and the leaves that they are.
+"""Quantized weights in a model: the layers that have them, and the leaves of each weight.
 
-The code of a layer is the same with and without: its `weight[...]` is an array, or `ops.quantized.Quantized`, and
-`linear` and `moe` take both.
+The code of a layer is the same for both: its `weight[...]` is an array or an `ops.quantized.Quantized`, and `linear`
+and `moe` accept either.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jaxserve.ops.quantized import BLOCK, Quantized
 _QUANTIZED = (Linear, QKVProj, GateUpProj, ExpertProj)
 _FIX = "set model.quantization: none"
 _HEAD = "lm_head"
-_WIDE = (_HEAD, "score")  # not quantised at load; embeddings, norms and routers are modules of other classes
+_WIDE = (_HEAD, "score")  # not quantized at load; embeddings, norms and routers are modules of other classes
 _DTYPES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn, "mxfp4": jnp.uint8}
 _LARGEST_GROUP = {"int8": 128, "int4": BLOCK, "fp8": 128, "mxfp4": BLOCK}
 
 
 class QuantizedWeight(nnx.Module):
-    """A layer's quantised weight [..., N, K].
+    """A layer's quantized weight [..., N, K].
 
-    group: numbers of a row that share a scale. ordered: whether it has an order of its inputs.
+    group: weights of a row that share a scale. ordered: whether it has an order of its inputs
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class QuantizedWeight(nnx.Module):
 def quantize(model: nnx.Module, kind: Kind, *, head: bool = False) -> None:
     """Replace the weights of linear layers and experts in a model made under `nnx.eval_shape`.
 
-    A weight stays wide if K is no multiple of 32, and all heads, embeddings, norms, routers and MLA's projections do.
-    head: the output head is quantised too. Raises ModelLoadError if there is none that can be.
+    A weight stays unquantized if K is not a multiple of 32. Heads, embeddings, norms, routers and MLA's projections
+    always stay so. head: quantize the output head too. Raises ModelLoadError if there is no head that can be quantized.
     """
     layers = _layers(model)
     if head and not any(path[0] == _HEAD and module.weight.shape[-1] % BLOCK == 0 for path, module in layers):
@@ -84,10 +84,10 @@ def quantize(model: nnx.Module, kind: Kind, *, head: bool = False) -> None:
 
 
 def keep_stored(model: nnx.Module, form: StoredForm) -> None:
-    """Replace the weights that a checkpoint stores quantised, in a model made under `nnx.eval_shape`.
+    """Replace the weights that a checkpoint stores quantized, in a model made under `nnx.eval_shape`.
 
-    FP8 weights whose rows cannot be grouped stay wide. Raises ModelLoadError for a fused weight of which only a part
-    is quantised, for rows of integers that cannot be grouped, and for types of GGUF that are not kept.
+    FP8 weights whose rows cannot be grouped are dequantized. Raises ModelLoadError for a fused weight of which only a
+    part is quantized, for rows of integers that cannot be grouped, and for GGUF types that cannot stay quantized.
     """
     if form.not_held():
         raise ModelLoadError(
@@ -127,10 +127,10 @@ def _kind(form: StoredForm) -> Kind:
 
 
 def _stored_group(form: StoredForm, depth: int, kind: Kind, *, experts: bool) -> int:
-    """Return the numbers of a row of `depth` that share a scale of a leaf; 0: they cannot be grouped.
+    """Return the number of weights that share a scale in a row of `depth`; 0: they cannot be grouped.
 
-    A scale for a row is held once for 8 bits, so that products may be of rows (`ops.linear.rounded`). For 4 bits and
-    experts, whose kernels read a scale with each tile, it is repeated.
+    For 8 bits, one scale for a row is stored once, so that whole rows can be multiplied (`ops.linear.rounded`). For 4
+    bits and for experts it is repeated, because their kernels read a scale with each tile.
     """
     if form.group is None:
         if depth % BLOCK:
@@ -143,7 +143,7 @@ def _stored_group(form: StoredForm, depth: int, kind: Kind, *, experts: bool) ->
 
 
 def _layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Linear | QKVProj | GateUpProj | ExpertProj]]:
-    """Return the layers that may be quantised, with their paths."""
+    """Return the layers that may be quantized, with their paths."""
     found = ((tuple(map(str, path)), module) for path, module in nnx.iter_modules(model))
     return [(path, module) for path, module in found if isinstance(module, _QUANTIZED)]
 
@@ -153,5 +153,5 @@ def _replace(module: Linear | QKVProj | GateUpProj | ExpertProj, weight: Quantiz
 
 
 def group_size(depth: int, kind: Kind) -> int:
-    """Return the largest group of 128 (of 4 bits: 32), 64 or 32 numbers that divides a row of `depth`."""
+    """Return the largest group of 128 (of 4 bits: 32), 64 or 32 weights that divides a row of `depth`."""
     return next(group for group in (128, 64, BLOCK) if group <= _LARGEST_GROUP[kind] and depth % group == 0)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864): frequencies of each published scaling, the rotation.
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864): the frequencies of each scaling, and the rotation.
 
 Frequencies are host constants in float64, rounded once to float32. Angles are float32 whatever the model's dtype:
 bfloat16 would round position 257 to 256, and sin(257) is far from sin(256).

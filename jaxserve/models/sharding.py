@@ -1,4 +1,4 @@
-"""Shardings of parameters: one table of which mesh axes split which logical axis, and what follows from it.
+"""The sharding of every parameter, derived from one table (RULES) that maps logical axes to mesh axes.
 
 Dense weights are split over all devices. Experts are split over "expert", and each expert over "tensor". Heads are
 split over "tensor" alone, because the KV cache is. To try another strategy, change RULES.
@@ -20,7 +20,7 @@ from jaxserve.ops.native import Weight
 
 _FITTING = "jaxserve plan MODEL --mesh N shows the splits of N devices that fit"
 
-# Logical axis of a parameter -> mesh axes that split it. An axis that is not here is never split.
+# Logical axis of a parameter -> mesh axes that split it. An axis that is not in the table is never split.
 RULES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
         "vocab": ("tensor", "expert"),
@@ -61,10 +61,10 @@ def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def _shared_by_row(spec: ParamSpec) -> bool:
-    """Return whether a leaf has one number for a row, which is then on all devices of the row.
+    """Return whether a leaf has one scale for a row, which all devices of the row then have.
 
-    A row is not split if its numbers are quantised here, because that takes all of them; nor if they have 4 bits or are
-    of experts, whose products take whole groups.
+    A row is not split if it is quantized at load, because its scale depends on the whole row; nor if it has 4 bits or
+    belongs to experts, whose kernels multiply whole groups.
     """
     packing = spec.packing
     if packing is None or spec.shape[-1] != 1 or "expert" in spec.axes:
@@ -73,7 +73,7 @@ def _shared_by_row(spec: ParamSpec) -> bool:
 
 
 def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:
-    """Raise ModelLoadError if a logical axis cannot be split evenly. wide: the setting that keeps the weight wide."""
+    """Raise ModelLoadError if a logical axis cannot be split evenly. wide: the setting that avoids quantization"""
     size = spec.shape[spec.axes.index(axis)]
     if size % devices:
         other = f", or {wide}" if spec.packing else ""
@@ -84,9 +84,9 @@ def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:
 
 
 def depth_axes(axes: Axes, weight: Weight) -> tuple[str, ...]:
-    """Return the mesh axes that split the last dimension of a weight with logical `axes`: products add up over them.
+    """Return the mesh axes that split the last dimension of a weight with logical `axes`: products are summed.
 
-    weight: of a program that is being traced. None on one device.
+    weight: in a program that is being traced. Returns None on one device.
     """
     mesh = jax.typeof(jax.tree.leaves(weight)[0]).sharding.mesh
     if axes[0] == "vocab" and not vocab_axes(weight.shape[0], mesh):  # see `param_sharding`

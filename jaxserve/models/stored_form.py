@@ -1,6 +1,6 @@
-"""How a checkpoint stores its quantised linear layers: method, bits, group size, zero points.
+"""The form in which a checkpoint stores its quantized linear layers: method, bits, group size, zero points.
 
-models/checkpoint/quantization.py reads it.
+models/checkpoint/quantization.py reads it from the files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Method = Literal["int-quantized", "pack-quantized", "gptq", "awq", "gguf", "fp8"
 
 
 class HeldBlocks(NamedTuple):
-    """How a type of GGUF is held: bits of a value, numbers that share a scale, and whether there are zeros.
+    """The form of a GGUF type in memory: bits of a value, weights that share a scale, and whether there are zeros.
 
-    stored: the bits that a number takes in the file.
+    stored: bits of a weight in the file, scales included
     """
 
     bits: int
@@ -34,7 +34,7 @@ class HeldBlocks(NamedTuple):
     stored: float
 
 
-# The types whose numbers are kept in few bits. Values of 5 and 6 bits are held in 8.
+# The types that stay quantized. Values of 5 and 6 bits take 8 bits in memory.
 HELD_BLOCKS: MappingProxyType[str, HeldBlocks] = MappingProxyType(
     {
         "Q4_0": HeldBlocks(4, 32, False, 4.5),
@@ -51,10 +51,10 @@ HELD_BLOCKS: MappingProxyType[str, HeldBlocks] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Modules as the lists of a quantization configuration name them.
+    """The modules that the lists of a quantization configuration name.
 
-    A list may have an entry per layer, and a mixture of experts has tens of thousands of modules. Hence an entry that
-    is a plain text is looked up, and only the others are expressions that are searched for.
+    A list may have an entry per layer, and a mixture of experts has tens of thousands of modules. So plain names are
+    looked up, and only the other entries are searched for as expressions.
 
     names: whole names.
     parts: successive parts of names. "mlp.gate" names "layers.0.mlp.gate" and not "layers.0.mlp.gate_proj".
@@ -79,7 +79,7 @@ class ModuleNames:
         )
 
     def _runs(self, module: str) -> Iterator[str]:
-        """Yield the successive parts of a name, in the numbers of parts that entries have."""
+        """Yield each run of successive parts of a name that is as long as some entry of `parts`."""
         words = module.split(".")
         for count in self._counts:
             for start in range(len(words) - count + 1):
@@ -99,7 +99,7 @@ class ModuleNames:
 
     @cached_property
     def _compiled(self) -> list[Any]:
-        """The expressions: one of RE2, and those that RE2 does not read."""
+        """Return the expressions: one of RE2, and the ones that RE2 cannot read."""
         linear = [each for each in self.expressions if linear_pattern(each) is not None]
         others = [re.compile(each) for each in self.expressions if each not in linear]
         whole = linear_pattern("|".join(linear))
@@ -109,18 +109,18 @@ class ModuleNames:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A number is (code - zero) * scale, as in `ops.quantized`. int- and pack-quantized are compressed-tensors'.
+    """A weight is (value - zero) * scale, as in `ops.quantized`. int- and pack-quantized are compressed-tensors'.
 
-    group: numbers of a row that share a scale; None: the row.
-    zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
-    unquantized: modules that are not quantised.
-    indexed: whether GPTQ's checkpoint has g_idx, which those of AutoRound leave out.
-    symmetric: whether a GPTQ or AWQ checkpoint may leave out its zeros, because all are the middle of the codes.
-    permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
-    rounds_activations: whether it was made for activations of 8 bits, see `runtime.activations`.
-    found: the quantised modules, known once the files are open; then `unquantized` has no effect.
-    types: of GGUF, the quantised modules with their types; then `unquantized` has no effect, and bits, group and
-      zeros are those of all modules together.
+    group: weights of a row that share a scale; None: the whole row.
+    zeros: whether the checkpoint has zeros; None: the middle of the values. zero_offset: added to the stored zeros.
+    unquantized: modules that are not quantized.
+    indexed: whether a GPTQ checkpoint has g_idx; AutoRound's leave it out.
+    symmetric: whether a GPTQ or AWQ checkpoint may leave out its zeros, because all are the middle of the values.
+    permuted: whether the inputs that share a scale may be anywhere in a row (act-order), as the files say.
+    rounds_activations: whether it was made for 8-bit activations, see `runtime.activations`.
+    found: the quantized modules, known when the files are open; then `unquantized` has no effect.
+    types: GGUF's quantized modules with their types; then `unquantized` has no effect, and bits, group and zeros
+      suit all modules together.
     """
 
     method: Method
@@ -138,7 +138,7 @@ class StoredForm:
 
     @classmethod
     def of_gguf(cls, types: Mapping[str, str]) -> StoredForm:
-        """Make the form of a GGUF file from its quantised modules with their types."""
+        """Make the form of a GGUF file from its quantized modules with their types."""
         return cls("gguf", *_widest(types.values()), types=tuple(sorted(types.items())))
 
     @property
@@ -146,7 +146,7 @@ class StoredForm:
         return self.method not in ("fp8", "mxfp4")
 
     def is_wide(self, module: str) -> bool:
-        """Return whether the checkpoint does not quantise the module of this name."""
+        """Return whether the checkpoint leaves the module of this name unquantized."""
         if self.method == "gguf":
             return module not in self.type_of
         if self.found is not None:
@@ -154,11 +154,11 @@ class StoredForm:
         return module in self.unquantized
 
     def not_held(self) -> list[str]:
-        """Return the types of GGUF's modules that are not kept in few bits."""
+        """Return the types of the GGUF modules that do not stay quantized."""
         return sorted({kind for _, kind in self.types} - HELD_BLOCKS.keys())
 
     def holding(self, modules: list[str]) -> StoredForm:
-        """Return the form that holds quantised modules which are computed as one: the widest of theirs."""
+        """Return the form for quantized modules that are fused: the widest of their forms."""
         if self.method != "gguf":
             return self
         bits, group, zeros = _widest(self.type_of[module] for module in modules)
@@ -166,23 +166,23 @@ class StoredForm:
 
     @property
     def description(self) -> str:
-        """The published format in words, with its bits or types."""
+        """Return the published format in words, with its bits or types."""
         if self.method == "gguf":
             return f"{' and '.join(sorted({kind for _, kind in self.types}))} of GGUF"
         return f"{self.bits}-bit integers ({self.method})" if self.is_integer else self.method.upper()
 
     @cached_property
     def type_of(self) -> dict[str, str]:
-        """`types` by module."""
+        """Return `types` as a mapping by module."""
         return dict(self.types)
 
     def num_groups(self, depth: int) -> int:
-        """Return the number of groups of a row of `depth` numbers."""
+        """Return the number of groups of a row of `depth` weights."""
         return 1 if self.group is None else -(-depth // self.group)
 
 
 def linear_pattern(source: str) -> Any:
-    """Return a compiled expression of RE2, which is searched in linear time; None: RE2 does not read it."""
+    """Return a compiled expression of RE2, which is searched in linear time; None: RE2 cannot read it."""
     options = re2.Options()
     options.log_errors = False
     options.never_capture = True

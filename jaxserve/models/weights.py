@@ -1,6 +1,6 @@
 """Declarations of parameters: shape, logical axes, initial value, and the checkpoint tensors they are made of.
 
-Owns `param` and `Part`, and reads them back from a module as `ParamSpec`s.
+`param` declares a parameter, and `param_specs` reads the declarations back from a module.
 
 A parameter has the name of its checkpoint tensor. A fused parameter has several tensors, its parts. A part is a
 checkpoint tensor that is reshaped to `view` and fills the rectangle [start, start + view) of the parameter:
@@ -35,7 +35,7 @@ class Part:
     shape: in the checkpoint.
     rows: use only these rows of its first axis. transpose: axes, applied before `view`.
     repeat: each index of the view's first axis is repeated this many times; `view` includes the copies.
-    mxfp4: the checkpoint has `name`_blocks and `name`_scales, which decode to `shape` (see quantization).
+    mxfp4: the checkpoint has `name`_blocks and `name`_scales, which are dequantized to `shape` (see quantization).
     """
 
     name: str
@@ -50,9 +50,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Packing:
-    """The part that a leaf is of a quantised parameter of shape `wide`, see `ops.quantized`.
+    """The role of a leaf in a quantized parameter, whose unquantized shape is `wide`; see `ops.quantized`.
 
-    stored: read as the checkpoint has it; else quantised at load. zeros: whether the parameter has them.
+    stored: the checkpoint has quantized values; else they are quantized at load. zeros: whether there are zeros
     """
 
     kind: Kind
@@ -65,7 +65,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A declared parameter of a model, or a leaf of a quantised one. Its `parts` have full checkpoint names."""
+    """A declared parameter of a model, or a leaf of a quantized one. Its `parts` have full checkpoint names."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,13 +77,13 @@ class ParamSpec:
 
     @property
     def num_parameters(self) -> int:
-        """The number of the weights in this leaf. A leaf of scales has 0."""
+        """Return the number of weights in this leaf. A leaf of scales has 0."""
         if self.packing is None:
             return math.prod(self.shape)
         return math.prod(self.packing.wide) if self.packing.role == "values" else 0
 
     def wide(self) -> ParamSpec:
-        """Return the parameter that a leaf belongs to, in float32, or itself if it is wide."""
+        """Return the unquantized parameter that a leaf belongs to, in float32; itself if it is unquantized."""
         if self.packing is None:
             return self
         name = self.name.rpartition(".")[0]

@@ -1,8 +1,7 @@
-"""The tensors of a checkpoint by name, over all its files, and the report of what does not fit a model.
+"""Finds the tensors of a checkpoint by name, over all its files, and reports every tensor that does not fit a model.
 
-Owns the search for files, the index file and the completeness check. Imports no jax: callers pass names and shapes.
-
-A tensor in memory, in place of one in a file.
+It searches the files, reads the index file and checks that the checkpoint is complete. HeldTensor stands for a tensor
+in memory. No jax: callers pass names and shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jaxserve.models.checkpoint.safetensors_file import TensorInfo, copy_convert
 class HeldTensor:
     """An array with the methods of a tensor in a file.
 
-    array: a numpy or jax array. It is read when it is needed, and not changed.
+    array: a numpy or jax array. It is read when it is needed, and never changed.
     """
 
     array: Any
@@ -65,7 +64,7 @@ class Misfits:
     misshapen: list[str] = field(default_factory=list)
 
     def raise_if_any(self, directory: Path, architecture: str, aside: Iterable[str] = ()) -> None:
-        """Raise one ModelLoadError that lists every name. Does nothing if there is none. aside: see `Checkpoint`."""
+        """Raise one ModelLoadError that lists every name, if there is any. aside: see `Checkpoint`"""
         kinds = {
             "missing": self.missing,
             "unknown": self.unknown,
@@ -87,8 +86,8 @@ class Misfits:
 class Checkpoint:
     """Every tensor of a directory's safetensors files, of a GGUF file, or of an update, by full name.
 
-    duplicate: names in more than one place, with numbers that differ.
-    aside: what is not read, in words: files beside the weights, names of the index that no file has.
+    duplicate: names in more than one place, with values that differ.
+    aside: texts about parts that are not read: files beside the weights, names of the index that no file has.
     bare: the names lack the leading "model.", as in published embedding models; lm_head may be missing too.
     """
 
@@ -106,7 +105,7 @@ class Checkpoint:
         duplicate: Iterable[str] = (),
         aside: Iterable[str] = (),
     ) -> Checkpoint:
-        """Make a checkpoint of tensors by their names in the files, which are completed if they are bare."""
+        """Make a checkpoint of tensors by their names in the files. Bare names are completed."""
         bare = "embed_tokens.weight" in tensors
         names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
         full = {names[name]: info for name, info in tensors.items()}
@@ -135,7 +134,7 @@ class Checkpoint:
         return not _numbers(tensor, 0, tensor.shape[0]).any()
 
     def check_blocks(self, types: Mapping[str, str]) -> None:
-        """Raise ModelLoadError for a tensor that is not of GGUF's type in `types` {name: type}."""
+        """Raise ModelLoadError if a tensor has not the GGUF type that `types` {name: type} gives."""
         for name, kind in types.items():
             tensor = self.tensors[name]
             found = tensor.block.name if isinstance(tensor, BlockTensor) else str(tensor.dtype)
@@ -173,7 +172,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def same_numbers(one: TensorInfo | HeldTensor, other: TensorInfo | HeldTensor) -> bool:
-    """Return whether two tensors have the same shape and numbers, whatever their dtypes. Reads a few rows at a time."""
+    """Return whether two tensors have the same shape and values, whatever their dtypes. Reads a few rows at a time."""
     if one.shape != other.shape:
         return False
     count = one.shape[0] if one.shape else 1
@@ -198,8 +197,8 @@ def _numbers(tensor: TensorInfo | HeldTensor, first: int, count: int) -> np.ndar
 def _shards(directory: Path) -> tuple[list[str], set[str]]:
     """Return the names of the files that have the weights, and the tensors that the index names if it is read.
 
-    As in transformers, model.safetensors is the whole model if it is there and is no shard of the index. The index
-    chooses files; a tensor is read wherever it is.
+    As in transformers, model.safetensors is the whole model if it exists and is not a shard of the index. The index
+    chooses files; a tensor is read from whichever file has it.
     """
     whole = "model.safetensors"
     there = (directory / whole).is_file()

@@ -1,4 +1,4 @@
-"""In which form a model's weights are held: what was asked for, and what the checkpoint has."""
+"""Chooses the form of a model's weights in memory, from the configuration and from the checkpoint's own form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "fp8", "int4")
 
 
 def choose_quantization(asked: str, model: ModelConfig, directory: Path) -> str:
-    """Return ModelConfig.quantization for one of QUANTIZATIONS. Raises ConfigError for what is not computed."""
+    """Return ModelConfig.quantization for one of QUANTIZATIONS. Raises ConfigError if it is not supported."""
     if is_converted(directory):
         return _of_converted(asked, directory)
     form = model.stored_form
@@ -29,9 +29,9 @@ def choose_quantization(asked: str, model: ModelConfig, directory: Path) -> str:
 
 
 def choose_head(asked: bool, quantization: str, directory: Path) -> bool:
-    """Return ModelConfig.quantized_head. quantization: what `choose_quantization` returned.
+    """Return ModelConfig.quantized_head. quantization: the result of `choose_quantization`
 
-    Raises ConfigError if the head is asked for and not quantised at load.
+    Raises ConfigError if the configuration asks for a quantized head and it is not quantized at load.
     """
     if is_converted(directory):
         held = bool(read_manifest(directory)["quantized_head"])

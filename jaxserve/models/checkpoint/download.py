@@ -23,7 +23,7 @@ _HUB_DOWN = "check the network, or name a local directory; a model downloaded be
 
 
 def download(repo_id: str, revision: str | None, cache_dir: Path | None) -> Path:
-    """Return the directory of a model of the hub. Raises ModelLoadError, as hub.resolve."""
+    """Download a model of the hub unless it is cached. Returns its directory. Raises ModelLoadError, as hub.resolve."""
     wanted = f"{repo_id} at revision {revision}" if revision else repo_id
     try:
         return Path(

@@ -1,15 +1,11 @@
 """Present a GGUF file as the safetensors checkpoint that it was made of: the keys of its config.json, and its tensors.
 
-Published names are those of the safetensors checkpoint; this file maps GGUF's names to them.
+The header, its metadata and its table of tensors are read and checked first. GGUF's names are mapped to the names of
+the safetensors checkpoint. A tensor is read by rows, dequantized or as quantized values.
 
-The blocks of GGUF's quantised types as values, scales and minima: a number is value * scale - minimum in float32.
-
-A block of K-quants (Q4_K, Q5_K, Q6_K) is 256 numbers in groups of 32 or 16, whose scales and minima are integers times
-a scale of the block. Blocks of the other types are one group. The layouts are those of ggml's ggml-quants.h.
-
-The types of a GGUF file's tensors, and such a tensor read by rows: as numbers, or as the values that it has.
-
-Read the table of tensors of a GGUF file beside its metadata, both checked. Reads no tensor.
+A weight of a quantized type is value * scale - minimum in float32. A block of a K-quant (Q4_K, Q5_K, Q6_K) has 256
+weights in groups of 32 or 16, whose scales and minima are integers times a scale of the block. A block of another type
+is one group. The layouts follow ggml's ggml-quants.h.
 """
 
 from __future__ import annotations
@@ -35,14 +31,14 @@ from jaxserve.models.stored_form import HELD_BLOCKS
 from jaxserve.ops.quantized import BLOCK, MIDDLE
 from jaxserve.system import install_command
 
-_K_BLOCK = 256  # numbers of a block of K-quants
+_K_BLOCK = 256  # weights of a block of K-quants
 _Fields = tuple[np.ndarray, ...]
 
 
 class Unpacked(NamedTuple):
     """values [N, K]: int8, or uint8 if they have 4 bits. scales, minima: float32 [N, K / group].
 
-    Without minima the minimum of values of 4 bits is 8 times the scale, and that of others is 0.
+    If minima is None, the minimum is 8 times the scale for 4-bit values and 0 for others.
     """
 
     values: np.ndarray
@@ -50,7 +46,7 @@ class Unpacked(NamedTuple):
     minima: np.ndarray | None
 
     def numbers(self) -> np.ndarray:
-        """Return the numbers, float32 [N, K]."""
+        """Return the dequantized weights, float32 [N, K]."""
         groups = self.values.reshape(*self.scales.shape, -1).astype(np.float32)
         if self.minima is None and self.values.dtype == np.uint8:
             groups -= MIDDLE
@@ -62,9 +58,9 @@ class Unpacked(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the blocks of a type lie in a file.
+    """The layout of a type's blocks in a file.
 
-    count: numbers of a block. sizes: bytes of its fields. unpack: the fields, uint8 [N, B, size], to `Unpacked`.
+    count: weights of a block. sizes: bytes of its fields. unpack: turns the fields, uint8 [N, B, size], into `Unpacked`
     """
 
     count: int
@@ -86,7 +82,7 @@ class Layout:
 
 
 def _halves(field: np.ndarray) -> np.ndarray:
-    """Return the float16 numbers of a field as float32."""
+    """Return the float16 values of a field as float32."""
     return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
 
 
@@ -138,7 +134,7 @@ def _q8_0(fields: _Fields) -> Unpacked:
 
 
 def _k_scales(scale: np.ndarray, least: np.ndarray, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales and minima, float32 [N, B, 8]: integers of 6 bits, packed in 12 bytes, times those of the block."""
+    """Return scales and minima, float32 [N, B, 8]: 6-bit integers, packed in 12 bytes, times the block's own."""
     low, middle, high = np.split(packed, 3, axis=-1)
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     minima = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
@@ -181,9 +177,9 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type: `count` numbers take `num_bytes`. dtype: of the numbers as they are read.
+    """A type: `count` weights take `num_bytes` bytes. dtype: of the dequantized weights
 
-    layout: of the types that are kept in few bits. decode: bytes, uint8 [N, B], to float32 [N, K], of other types.
+    layout: set for types that stay quantized. decode: set for the other types; uint8 [N, B] -> float32 [N, K]
     """
 
     name: str
@@ -194,7 +190,7 @@ class BlockType:
     decode: Callable[[np.ndarray], np.ndarray] | None = None
 
     def numbers(self, raw: np.ndarray) -> np.ndarray:
-        """Decode rows raw, uint8 [N, B], to numbers [N, K] in `dtype`."""
+        """Dequantize the bytes of rows, uint8 [N, B] -> [N, K] in `dtype`."""
         if self.layout is not None:
             return self.layout.read(raw).numbers()
         return raw.view(self.dtype) if self.decode is None else self.decode(raw)
@@ -222,7 +218,7 @@ _KNOWN = MappingProxyType(
 
 
 def block_type(number: int) -> BlockType:
-    """Return the type of this number in the format.
+    """Return the type that has this number in GGUF.
 
     Raises ValueError if it is unknown or cannot be decoded, ModelLoadError if that needs a package that is missing.
     """
@@ -256,8 +252,8 @@ def _decoded(number: int) -> BlockType:
 class BlockTensor:
     """A tensor. It is read from the file when it is needed.
 
-    raw: its bytes, uint8 [rows, bytes of a row]. shape: of its numbers, rows first.
-    head_rows: rows of a head whose two halves the file has interleaved; 0: the rows are in order.
+    raw: its bytes, uint8 [rows, bytes of a row]. shape: of the tensor, rows first
+    head_rows: rows of a head if the file interleaves the head's two halves; 0: the rows are in order
     """
 
     raw: TensorInfo
@@ -267,21 +263,21 @@ class BlockTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of `rows`."""
+        """Return the dtype of `rows`."""
         return self.block.dtype
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it takes in the file."""
+        """Return the tensor's size in the file, in bytes."""
         return self.raw.num_bytes
 
     def rows(self, first: int, last: int | None) -> np.ndarray:
-        """Return the numbers of the rows [first, last) of the first axis. None: all."""
+        """Return the dequantized rows [first, last) of the first axis; if last is None, all from `first` on."""
         last = self.raw.shape[0] if last is None else last
         return self.block.numbers(self._raw_rows(first, last)).reshape(-1, *self.shape[1:])
 
     def unpacked(self, first: int, last: int) -> Unpacked:
-        """Return the rows [first, last) of a matrix as codes and scales. Its type must have a layout."""
+        """Return the rows [first, last) of a matrix as quantized values and scales. Its type must have a layout."""
         assert self.block.layout is not None
         return self.block.layout.read(self._raw_rows(first, last))
 
@@ -304,11 +300,10 @@ _BY_LAYER = frozenset(f"{name}.{key}" for name in ("llama", "qwen2", "qwen3") fo
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header of a file says.
+    """The header of a file.
 
-    values: metadata by key. An array, or a text of more than a megabyte, is a text that says how long it is.
-
-    tensors: by their names in the file.
+    values: metadata by key. An array, or a text above 1 MB, is replaced by a text that gives its length
+    tensors: by their names in the file
     """
 
     path: Path
@@ -317,10 +312,10 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header, and those of the other parts if `path` is the first of several.
+    """Read the header. If `path` is the first of several parts, read the headers of all parts.
 
-    Raises ModelLoadError if one is damaged, names bytes beyond the file's or an unknown type, or if a part is missing
-    or of another file.
+    Raises ModelLoadError if a header is damaged, names bytes beyond the file's end or an unknown type, or if a part is
+    missing or belongs to another file.
     """
     first = _read_part(path)
     count = first.values.get("split.count", 1) or 1
@@ -356,7 +351,7 @@ def _read_part(path: Path) -> GgufFile:
 
 
 def _one_number(value: Any) -> Any:
-    """Return the number that all entries of a list of numbers are; other values as they are, lists as Omitted."""
+    """Return the common entry of a list whose entries are equal. Other lists become Omitted; other values stay."""
     if not isinstance(value, list):
         return value
     return value[0] if value and value.count(value[0]) == len(value) else Omitted(f"{len(value)} different numbers")
@@ -380,15 +375,15 @@ class _Entry:
         return cls(name, header.numbers("Q", count), header.number("I"), header.number("Q"))
 
     def tensor(self, path: Path, start: int) -> BlockTensor:
-        """Return where the tensor lies. start: of the tensors' bytes.
+        """Return the tensor over its bytes in the file. start: offset of the first tensor byte
 
-        Raises ValueError for a type that is not known or does not fit its sizes.
+        Raises ValueError if the type is unknown or does not fit the sizes.
         """
         block = block_type(self.kind)
         depth, rest = self.sizes[0], self.sizes[1:]
         if not all(self.sizes) or depth % block.count or (not rest and block.count > 1):
             raise ValueError(f"{self.name[:100]} of sizes {list(self.sizes)} cannot have the type {block.name}")
-        if not rest:  # a vector has one number a row
+        if not rest:  # a vector has one value a row
             depth, rest = 1, self.sizes
         row = depth // block.count * block.num_bytes
         raw = TensorInfo(path, np.dtype(np.uint8), (math.prod(rest), row), start + self.offset)
@@ -467,7 +462,7 @@ def config_file(directory: Path) -> Path:
 
 
 def published_config(file: Path) -> dict[str, Any]:
-    """Return the object of a config.json, or what it would be of a GGUF file. Raises ModelLoadError."""
+    """Return the object of a config.json, or make it from a GGUF file's header. Raises ModelLoadError."""
     return _as_published(read_gguf(file)) if file.suffix.lower() == ".gguf" else read_object(file)
 
 
@@ -491,14 +486,14 @@ def published_tensors(path: Path) -> dict[str, TensorInfo | BlockTensor]:
 
 
 def _plain(tensor: BlockTensor) -> TensorInfo | BlockTensor:
-    """Return a tensor of numbers as they lie in the file in the form that is read without a copy."""
+    """Return an unquantized tensor in the form that is read without a copy."""
     if tensor.block.count > 1 or tensor.head_rows:
         return tensor
     return TensorInfo(tensor.raw.file, tensor.block.dtype, tensor.shape, tensor.raw.begin)
 
 
 def _full_name(name: str) -> str:
-    """Return the published name; an unknown one is returned as it is, and is reported as a tensor that does not fit."""
+    """Return the published name. An unknown name is returned unchanged, and is later reported as a misfit."""
     layer = _LAYER.fullmatch(name)
     base, _, kind = (layer.group(2) if layer else name).rpartition(".")
     if base not in _NAMES:
@@ -507,9 +502,9 @@ def _full_name(name: str) -> str:
 
 
 def _quantised_types(file: GgufFile) -> dict[str, str]:
-    """Return the types of the quantised modules; none if no layer has one.
+    """Return the types of the quantized modules; none if no layer is quantized.
 
-    Embeddings and a head of types that are not kept in few bits are not among them: they are converted.
+    Embeddings are not among them, nor a head of a type that does not stay quantized: they are dequantized at load.
     """
     found: dict[str, str] = {}
     for name, tensor in file.tensors.items():
@@ -520,7 +515,7 @@ def _quantised_types(file: GgufFile) -> dict[str, str]:
 
 
 def _head_dim(config: Json) -> int:
-    """Return the size of a head. Raises ValueError if the header has none that can be."""
+    """Return the size of a head. Raises ValueError if the header gives no possible one."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     sizes = (config.get("head_dim", 0), hidden, heads)
     if not all(type(size) is int and size >= 0 for size in sizes) or not heads:
@@ -563,7 +558,7 @@ def _refuse_others(path: Path, own: Json) -> None:
 
 
 def _is_default(own: Json, key: str) -> bool:
-    """Return whether a key has the value that llama.cpp takes without it, or one that changes nothing."""
+    """Return whether a key has llama.cpp's default, or a value that changes nothing."""
     value = own[key]
     match key:
         case "attention.scale":
@@ -584,7 +579,7 @@ def _token_ids(file: GgufFile) -> dict[str, Any]:
 
 
 def _numbers(file: GgufFile) -> dict[str, Any]:
-    """Return the keys of a config.json that say in which form its weights are."""
+    """Return the keys of a config.json that describe the form of its weights."""
     types = _quantised_types(file)
     if types:
         return {"dtype": "float16", "quantization_config": {"quant_method": "gguf", "types": types}}
@@ -593,7 +588,7 @@ def _numbers(file: GgufFile) -> dict[str, Any]:
 
 
 def _scaling(file: GgufFile, own: Json) -> dict[str, Any]:
-    """Return `rope_scaling`. A file without a type has the type linear, and a factor of 0 is 1, as in llama.cpp."""
+    """Return `rope_scaling`. As in llama.cpp, the type is linear if the file gives none, and a factor of 0 means 1."""
     kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor") or 1.0
     if kind not in ("none", "linear", "yarn"):
         raise ModelLoadError(f"{file.path}: rope scaling {shown(kind)} of GGUF is not supported")

@@ -1,7 +1,7 @@
 """Translate a published config.json (and generation_config.json), or a GGUF file's header, into ModelConfig.
 
-Reads the keys common to all families, which `published_keys` has completed; the family adds its own. No code of a
-checkpoint is run.
+It reads the keys common to all families, which `read_config.completed` has completed; the family adds its own. No code
+of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_config_file(file: Path) -> ModelConfig:
 
 
 def _with_head(hf: dict[str, Any], embeds: bool) -> dict[str, Any]:
-    """Return a config.json in which a decoder that `embeds` has the name of the one with an output head.
+    """Return a config.json in which a decoder that `embeds` has the name of the class with an output head.
 
     sentence-transformers saves it without the head, as Qwen3Model.
     """
@@ -127,7 +127,7 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
 
 
 def with_generation(config: ModelConfig, generation: Json) -> ModelConfig:
-    """Return `config` with the values of a parsed generation_config.json. Raises ValueError if one is out of range."""
+    """Return `config` with the values of a parsed generation_config.json. Raises ValueError for one out of range."""
     return config.replace(
         eos_token_ids=_eos_token_ids(generation) or config.eos_token_ids,
         bos_token_id=optional_integer(generation, "bos_token_id", config.bos_token_id),
@@ -201,7 +201,7 @@ def _eos_token_ids(hf: Json) -> tuple[int, ...]:
 
 
 def _generation_defaults(generation: Json) -> GenerationDefaults:
-    if generation.get("do_sample") is False:  # then only what also holds without sampling is meant to be used
+    if generation.get("do_sample") is False:  # then only the values that hold without sampling are meant to be used
         return GenerationDefaults(repetition_penalty=number(generation, "repetition_penalty", None))
     names = [each.name for each in dataclasses.fields(GenerationDefaults) if each.name != "top_k"]
     found = {name: number(generation, name, None) for name in names}

@@ -9,7 +9,7 @@ from jaxserve.model_files import check_directory, local_directory
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
-    """Return the directory of a checkpoint, or the GGUF file that it is. A hub id is downloaded unless it is cached.
+    """Return the directory of a checkpoint, or its GGUF file. A hub id is downloaded unless it is cached.
 
     The hub's environment variables apply (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN for gated models). Raises ModelLoadError
     with the cause: no such directory, model or revision, no access, hub not reachable, or a damaged file.

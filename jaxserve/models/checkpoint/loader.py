@@ -1,13 +1,9 @@
 """Load a checkpoint directory as a LoadedModel: the model's structure, and its weights as a flat tuple on the devices.
 
-Owns reading parameters from checkpoint tensors, dtype conversion, placement and random weights. Each device reads only
-its own rectangle of a parameter from the files.
-
-Read a rectangle of a parameter from the checkpoint tensors that it is made of, decoded and converted.
-
-Owns the index arithmetic between a parameter and its parts, and the read buffers. A part is read a few rows at a time
-into a buffer per thread. The only fresh memory is then the weights' own, which matters because page faults on first
-use cost more than all copies.
+PartReader reads a rectangle of a parameter from the checkpoint tensors that it is made of, dequantizes it if needed and
+converts its dtype. Each device reads only its own rectangle. A part is read a few rows at a time into a buffer per
+thread: only the weights take fresh memory, because page faults on first use cost more than all copies. `random_model`
+draws weights instead of reading them.
 """
 
 from __future__ import annotations
@@ -64,13 +60,13 @@ from jaxserve.ops.quantized import MIDDLE
 Region = tuple[slice, ...]
 _WIDE = "set model.quantization: none"
 CHUNK = 4 * 2**20  # bytes per read, by each of four threads
-PIECE = 2**18  # numbers of GGUF that are unpacked at a time, by each of four threads
+PIECE = 2**18  # weights of GGUF that are unpacked at a time, by each of four threads
 
 
 class PartReader:
     """Reads parameters of one checkpoint. Thread-safe.
 
-    block: rows and columns per FP8 scale (weight_block). form: of quantised weights.
+    block: rows and columns per FP8 scale (weight_block). form: of quantized weights
     """
 
     def __init__(self, checkpoint: Checkpoint, block: Block | None, form: StoredForm | None = None) -> None:
@@ -89,10 +85,11 @@ class PartReader:
         return out
 
     def read_codes(self, spec: ParamSpec, index: Region, packing: Packing) -> dict[str, np.ndarray]:
-        """Read the rectangle `index` of a parameter as the checkpoint has it: values, scales, maybe zeros, as leaves.
+        """Read the rectangle `index` of a parameter without dequantizing it: values, scales, maybe zeros, as leaves.
 
-        packing: of the leaves; what a larger group of the checkpoint shares is repeated. Permuted inputs are sorted by
-        group. Raises ModelLoadError for those of experts, and where the configuration has none.
+        packing: of the leaves. If the checkpoint's groups are larger, their scales and zeros are repeated. Permuted
+        inputs are sorted by group. Raises ModelLoadError for permuted inputs of experts, or if the configuration says
+        that there are none.
         """
         *rows, depth = (len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
         out: dict[str, np.ndarray] = {}
@@ -109,7 +106,7 @@ class PartReader:
     def _pieces(
         self, part: Part, rows: Region, packing: Packing, sorts: bool
     ) -> Iterator[tuple[Region, dict[str, np.ndarray]]]:
-        """Yield rows of a part's view piece by piece: the place among `rows`, and the arrays of leaves by role."""
+        """Yield rows of a part's view piece by piece: their slice of `rows`, and the arrays of leaves by role."""
         assert self._form is not None
         if self._form.method != "gguf":
             yield (), self._codes(part, rows, packing, sorts)
@@ -128,7 +125,7 @@ class PartReader:
     def read_order(self, spec: ParamSpec) -> np.ndarray:
         """Return the inputs of a parameter sorted by group, int32 [K].
 
-        Raises ModelLoadError if its parts differ in it, or groups have different sizes.
+        Raises ModelLoadError if the order of its parts differs, or groups have different sizes.
         """
         assert self._form is not None
         found = [_order(part, read_places(part, self._form, self._whole), self._form) for part in spec.parts]
@@ -139,7 +136,7 @@ class PartReader:
         return found[0]
 
     def _codes(self, part: Part, rows: Region, packing: Packing, sorts: bool) -> dict[str, np.ndarray]:
-        """Return the arrays of leaves by role, of rows of a part's view. sorts: permuted inputs by group."""
+        """Return the arrays of leaves by role for rows of a part's view. sorts: sort permuted inputs by group"""
         assert self._form is not None
         if self._form.is_integer:
             codes = read_codes(part, self._form, self._whole)
@@ -188,7 +185,7 @@ class PartReader:
         return self._whole(name), scales
 
     def _fp8(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        """Read the numbers and the scales float32 of a part."""
+        """Read the E4M3 values and the float32 scales of a part."""
         name, scale_name = stored_tensors(part, self._tensors, self._block)
         check_scale(scale_name, scale := self._whole(scale_name).astype(np.float32))
         check_codes(name, weight := self._whole(name))
@@ -219,7 +216,7 @@ class PartReader:
             copy_converted(view, target[(slice(None),) * axis + (slice(a - begin, b - begin),)])
 
     def _read(self, info: Tensor, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Read rows of a tensor, into the thread's buffer if they fit: then valid until the thread's next read."""
+        """Read rows of a tensor. If they fit into the thread's buffer, they are valid until the thread's next read."""
         if not isinstance(info, TensorInfo):
             return info.rows(first, last)
         rows = (info.shape[0] if info.shape else 1) if last is None else last - first
@@ -232,7 +229,7 @@ class PartReader:
 
 
 def _regions(spec: ParamSpec, index: Region) -> Iterator[tuple[Part, Region, Region]]:
-    """Yield the parts that a rectangle overlaps, the place in the rectangle, and the region of the part's view."""
+    """Yield each part that a rectangle overlaps, with its region in the rectangle and the region of its view."""
     bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
     for part in spec.parts:
         overlap = list(_overlaps(bounds, part))
@@ -252,7 +249,7 @@ def _order(part: Part, places: np.ndarray | None, form: StoredForm) -> np.ndarra
 
 
 def _view(array: np.ndarray, part: Part) -> np.ndarray:
-    """Return a tensor's numbers, or its scales, [O, n] as the part's view, copies of heads included."""
+    """Return a tensor's values, or its scales, [O, n] as the part's view, copies of heads included."""
     first, last = part.rows or (0, len(array))
     once = (part.view[0] // part.repeat, *part.view[1:-1], -1)
     return np.repeat(array[first:last].reshape(once), part.repeat, axis=0)
@@ -271,7 +268,7 @@ def _row_pieces(shape: tuple[int, ...], most: int) -> Iterator[Region]:
 
 
 def _shrunk(region: Region, per: int) -> Region:
-    """Return the region of what each `per` numbers of a row share; what a whole row shares is in each."""
+    """Return the region of the array that has one entry for each `per` weights of a row, or one for a whole row."""
     *rows, last = region
     return (*rows, slice(last.start // per, -(-last.stop // per)))
 
@@ -292,7 +289,7 @@ IGNORED = (
 _HEAD = "lm_head.weight"
 _OF_CODES = (".qweight", ".qzeros", ".weight_packed")
 RANDOM_STDDEV = 0.02
-RANDOM_INT8 = 32  # standard deviation of int8 codes; that of 4 random bits is 4.6, or 2.9 as E2M1
+RANDOM_INT8 = 32  # standard deviation of int8 values; 4 random bits have 4.6, or 2.9 as E2M1
 _RANDOM_SCALES = {
     "int8": RANDOM_STDDEV / RANDOM_INT8,
     "fp8": RANDOM_STDDEV,
@@ -350,7 +347,7 @@ def _config(config: ModelConfig | None, directory: Path, mesh: Mesh | None) -> M
 def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:
     """Check the files of a checkpoint and return its structure. Raises ModelLoadError.
 
-    Reads no weight but an output head beside a table of embeddings, see `_as_published`.
+    It reads no weight except an output head beside a table of embeddings, see `_as_published`.
     """
     if is_converted(directory):
         return build(as_converted(config, directory), dtype)
@@ -361,10 +358,10 @@ def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelS
 
 
 def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Return the config with what the files tell: which weights are FP8, and whether there is an output head.
+    """Return the config completed from the files: which weights are FP8, and whether there is an output head.
 
-    An embedding model may be published without one. One that differs from the table of embeddings is used, as in
-    transformers, even if config.json ties them.
+    An embedding model may be published without an output head. As in transformers, a head that differs from the table
+    of embeddings is used even if config.json ties them.
     """
     headless = checkpoint.bare and _HEAD not in checkpoint.tensors
     tied = headless or (config.tie_word_embeddings and not has_own_head(checkpoint))
@@ -373,7 +370,7 @@ def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
         form = dataclasses.replace(form, found=fp8_modules(checkpoint.tensors))
     if form is not None and form.method in ("gptq", "awq"):
         kinds = {name.rpartition(".")[2] for name in checkpoint.tensors}
-        # inputs in order need no g_idx; without zeros the middle of the codes is 0
+        # inputs in order need no g_idx; without zeros the middle of the quantized values is 0
         form = dataclasses.replace(
             form, indexed=form.permuted or "g_idx" in kinds, zeros=not form.symmetric or "qzeros" in kinds
         )
@@ -425,7 +422,7 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     for spec in structure.specs:
         form = config.stored_form if spec.packing is not None and spec.packing.stored else None
         for part in spec.parts:
-            if form is not None and form.is_integer:  # its codes, whatever the checkpoint has
+            if form is not None and form.is_integer:  # quantized values, whatever the checkpoint has
                 expected |= code_tensors(part, form)
             else:
                 expected |= stored_tensors(part, checkpoint.tensors, config.weight_block, config.stored_form)
@@ -449,7 +446,7 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
 
 
 def _check_floats(names: set[str], checkpoint: Checkpoint) -> None:
-    """Raise ModelLoadError for tensors of integers, which would be codes of a form that config.json does not name."""
+    """Raise ModelLoadError for integer tensors: they would be quantized values of a form that config.json lacks."""
     found = {name: info.dtype for name, info in checkpoint.tensors.items() if isinstance(info, TensorInfo)}
     wrong = [f"{name} is {found[name]}" for name in sorted(names & found.keys()) if found[name].kind in "iub"]
     if wrong:
@@ -490,7 +487,7 @@ def _random_leaf(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Arr
 
 
 def _random_codes(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Array:
-    """Draw a leaf of a weight that a checkpoint would store quantised, with the standard deviation of others."""
+    """Draw a leaf of a quantized weight, so that the weight has the standard deviation of unquantized ones."""
     assert spec.packing is not None
     kind, role = spec.packing.kind, spec.packing.role
     if role == "values":

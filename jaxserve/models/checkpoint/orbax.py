@@ -1,10 +1,11 @@
-"""Converted checkpoints: an Orbax directory with the parameters as the model holds them, fused, wide or quantised.
+"""Writes converted checkpoints: Orbax directories with the parameters as the model has them in memory.
 
-`convert` writes them, with a manifest jaxserve.json by which `load_model` recognizes them. They load on any mesh, each
-device reading its own part: kv heads that were copied for one mesh are merged or copied again for another.
+Parameters are fused, and quantized if the model's are. `load_model` recognizes the directory by its manifest
+jaxserve.json. It loads on any mesh, and each device reads its own part: kv heads that were copied for one mesh are
+merged or copied again for another.
 
-A conversion that was interrupted leaves the file jaxserve.incomplete, and the next one replaces what is there. Its
-threads may write until the process ends, so that it cannot remove all itself.
+An interrupted conversion leaves the file jaxserve.incomplete, and the next conversion replaces the directory's content.
+The threads of the interrupted one may write until its process ends, so it cannot remove everything itself.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def convert(model: LoadedModel, target: Path) -> None:
 
 @contextlib.contextmanager
 def _marked(target: Path) -> Iterator[None]:
-    """Keep `target` marked as incomplete, and locked, until all is written. Removes what an earlier conversion left.
+    """Keep `target` marked as incomplete, and locked, until all is written. Removes files of an earlier conversion.
 
     Raises ModelLoadError if another process writes to it.
     """
@@ -65,7 +66,7 @@ def _marked(target: Path) -> Iterator[None]:
 
 
 def _clear(target: Path) -> None:
-    """Remove all but the mark, as far as possible."""
+    """Remove everything except the mark, as far as possible."""
     for path in target.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -90,7 +91,7 @@ def _write(model: LoadedModel, target: Path) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Raise ModelLoadError unless `target` is missing, an empty directory, or what an interrupted conversion left."""
+    """Raise ModelLoadError unless `target` is missing, empty, or left by an interrupted conversion."""
     left = (target / INCOMPLETE).is_file() and not is_converted(target)
     if not left and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelLoadError(f"{target} is not empty", fix="name a new directory")

@@ -1,11 +1,8 @@
-"""Read one array of an Orbax directory directly: zarr 2 without compression has one raw file per chunk.
+"""Read converted checkpoints, see `orbax.convert`: the manifest, then each device's rectangle of each array.
 
-Owns the file format and the index arithmetic between chunks and a device's rectangle. Orbax's own reader copies every
-byte two more times, which is most of its time for weights in the page cache.
-
-The manifest of a converted checkpoint, see `orbax`: its shapes, its checksums, and the form of its weights.
-
-Reading converted checkpoints, see `orbax.convert`. Without Orbax, whose import takes 0.3 s of every start.
+The arrays are zarr 2 without compression, which is one raw file per chunk, so they are read directly. Orbax's own
+reader copies every byte two more times, which is most of its time for weights in the page cache, and its import takes
+0.3 s of every start.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.weights import ParamSpec
 
-BUFFER = 32 * 2**20  # bytes per read, if they cannot be read into the result directly
+BUFFER = 32 * 2**20  # bytes per read, if the file cannot be read into the result directly
 FIX = "convert the checkpoint again with this version of jaxserve"
 _PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
 MAX_CHUNKS = 65536  # of an array; `convert` writes one per device
@@ -62,7 +59,7 @@ class ZarrArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """Read the rectangle `index`, converted to `dtype`.
+        """Read the rectangle `index` and convert it to `dtype`.
 
         Raises ModelLoadError if a file is missing, has the wrong size or fails its checksum.
         """
@@ -170,7 +167,7 @@ def held_quantization(directory: Path) -> str:
 
 
 def as_converted(config: ModelConfig, directory: Path) -> ModelConfig:
-    """Return the config with the form of a converted checkpoint. Raises ModelLoadError if it asks for another."""
+    """Return the config with the form of a converted checkpoint. Raises ModelLoadError if `config` asks for another."""
     manifest = read_manifest(directory)
     held, modules = manifest["quantization"], manifest["quantized_modules"]
     if config.quantization not in ("none", "stored", held):
@@ -239,7 +236,7 @@ def read_leaves(
     def read(spec: ParamSpec, sharding: Sharding, array: ZarrArray) -> jax.Array:
         if array.shape == spec.shape:
             return _placed(array, sharding, spec)
-        # Another number of kv head copies changes the shape: read such a leaf whole, then split it.
+        # If the number of kv head copies differs, the shape differs: read such a leaf whole, then split it.
         whole = _placed(array, _whole(sharding), spec)
         return _with_repeat(whole, manifest["kv_repeat"], structure.config, spec, sharding)
 

@@ -1,6 +1,6 @@
-"""Size of a published checkpoint in bytes, quantised or not, from its configuration and the shapes of its tensors.
+"""Compute the size of a published checkpoint in bytes, from its configuration and the shapes of its tensors.
 
-A quantised checkpoint leaves some tensors unquantised. Its configuration lists them; the others are known by name.
+A quantized checkpoint leaves some tensors unquantized: the tensors that its configuration lists, and those of _NEVER.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jaxserve.models.weights import Part
 
 _NEVER = ("embed_tokens", "lm_head", "norm", ".gate.")  # embeddings, head, norms and routers are not quantised
 _SCALE_BYTES = 4
-_HALF_BYTES = 2  # bytes of a number that is not quantised in a quantised checkpoint; gpt-oss does not state it
+_HALF_BYTES = 2  # bytes of an unquantized value in a quantized checkpoint; gpt-oss does not state it
 
 
 @dataclass(frozen=True)
 class PublishedSize:
     """The size of a checkpoint.
 
-    num_bytes: of all tensors that the model reads. form: format of the quantised tensors, "" if none is.
+    num_bytes: of all tensors that the model reads. form: format of the quantized tensors; "" if none is quantized
     """
 
     num_bytes: int
@@ -33,7 +33,7 @@ class PublishedSize:
 
 
 def published_size(structure: ModelStructure) -> PublishedSize:
-    """Compute the size."""
+    """Compute the size of the checkpoint that `config` describes."""
     parts = {part.name: part for spec in structure.specs for part in spec.parts}
     config = structure.config
     plain = jnp.dtype(config.dtype).itemsize if config.stored_form is None else _HALF_BYTES
@@ -48,7 +48,7 @@ def _form(config: ModelConfig) -> str:
 
 
 def _num_bytes(part: Part, config: ModelConfig, plain: int) -> int:
-    """Return the bytes of a part's tensors. plain: bytes of a number that is not quantised."""
+    """Return the bytes of a part's tensors. plain: bytes of an unquantized value"""
     form, count = config.stored_form, math.prod(part.shape)
     if form is not None and _module(part) in form.type_of:
         held = HELD_BLOCKS.get(form.type_of[_module(part)])

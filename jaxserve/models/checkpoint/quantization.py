@@ -1,19 +1,17 @@
-"""Read the `quantization_config` of quantised checkpoints: integers, FP8 and MXFP4. Some others are refused.
+"""Quantized weights of checkpoints: their description in config.json, their tensors, and quantization at load.
 
-Integers are compressed-tensors', GPTQ's, AWQ's and GGUF's. Which weights are E4M3 is known from the files' headers; a
-configuration of FP8 tells it for a plan without files.
+Contents, in order:
 
-Quantising weights while they are loaded: float32 numbers to values and scales (see `ops.quantized`).
-
-The leaves of quantised parameters, from any reader of wide ones: each rectangle is read and encoded once.
-
-Owns the order of leaves. Little float32 is held at a time, so that loading takes not much more than the result.
-
-The tensors of integer weights, as codes, scales and zeros. Owns their names and how codes are packed.
-
-Published FP8 (block, channel or tensor scales) and MXFP4 weights: decoded while they are read, or as codes.
-
-Owns the formats and the names of their scales. Only the rectangle that a device needs is decoded.
+1. `read_quantization`, `read_stored_form`: the `quantization_config` of a checkpoint, as a StoredForm. Integers
+   (compressed-tensors, GPTQ, AWQ, GGUF), FP8 and MXFP4 are supported; other forms are refused. The files' headers tell
+   which weights are E4M3; for a plan without files the configuration does.
+2. `encode`: float32 weights to quantized values and scales (see `ops.quantized`).
+3. `read_parameter`: the leaves of a quantized parameter, from any reader of unquantized weights. Each rectangle is read
+   and encoded once, a few rows at a time, so that loading takes little more memory than the result.
+4. `Codes`, `read_codes`: integer weights as quantized values, scales and zeros; the names of their tensors, and how
+   values are packed.
+5. `decode_fp8`, `fp8_codes`, `decode_mxfp4`, `mxfp4_codes`: published FP8 (block, channel or tensor scales) and MXFP4
+   weights, dequantized while they are read or kept quantized. Only the rectangle that a device needs is read.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _BY = re.compile(r"\d{1,7}x\d{1,7}")
 
 
 def read_quantization(path: Path) -> dict[str, Any]:
-    """Read the quantization entry of a config.json, the hf_quant_config.json beside it, or a GGUF file; {}: none.
+    """Return the quantization entry of a config.json, the hf_quant_config.json beside it, or a GGUF file; {}: none.
 
     Raises ModelLoadError for a quantization that is not supported.
     """
@@ -73,7 +71,7 @@ def read_quantization(path: Path) -> dict[str, Any]:
 
 
 def read_quantization_beside(path: Path) -> dict[str, Any]:
-    """Read the file beside a config.json in which modelopt, AutoGPTQ or AutoAWQ describes the weights; {}: none.
+    """Return the file beside a config.json in which modelopt, AutoGPTQ or AutoAWQ describes the weights; {}: none.
 
     Raises ModelLoadError.
     """
@@ -90,7 +88,7 @@ def read_quantization_beside(path: Path) -> dict[str, Any]:
 
 
 def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -> StoredForm | None:
-    """Translate a configuration; None: its weights are decoded at load. Raises ValueError for what is not supported.
+    """Translate a configuration; None: its weights are dequantized at load. Raises ValueError if it is not supported.
 
     block: rows and columns of an FP8 weight that share a scale.
     """
@@ -118,7 +116,7 @@ def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -
 def compressed_block(quantization: Json) -> Any:
     """Return compressed-tensors' rows and columns that share an FP8 scale, unchecked; None: scales of other kinds.
 
-    Raises ValueError if layers differ in it.
+    Raises ValueError if they differ between layers.
     """
     if quantization.get("quant_method") != "compressed-tensors":
         return None
@@ -171,19 +169,19 @@ def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None
     zeros = scheme.get("symmetric") is False
     permuted = size is not None and scheme.get("actorder") in _PERMUTED
     rounds, bits = _rounds_activations(found), _bits(scheme, "num_bits")
-    bits = 8 if form == "int-quantized" else bits  # a byte has one number, of 4 bits too
+    bits = 8 if form == "int-quantized" else bits  # a byte has one value, even a 4-bit one
     return StoredForm(form, bits, _group(size), zeros, ignored, permuted=permuted, rounds_activations=rounds)
 
 
 def _check_transforms(found: Json) -> None:
-    """Raise ValueError if activations are transformed (QuIP, SpinQuant). What is done to weights alone is in them."""
+    """Raise ValueError if activations are transformed (QuIP, SpinQuant). Stored weights include their transforms."""
     groups = (found.get("transform_config") or {}).get("config_groups") or {}
     for applied in (each for scheme in groups.values() for each in scheme.get("apply") or ()):
         _only(applied, "location", "weight_input", "weight_output")
 
 
 def _rounds_activations(found: Json) -> bool:
-    """Return whether the checkpoint was made for activations of 8 bits. Raises ValueError for fewer."""
+    """Return whether the checkpoint was made for 8-bit activations. Raises ValueError for fewer bits."""
     match found.get("quant_method"):
         case "compressed-tensors":
             activations = [group.get("input_activations") for group, _ in _schemes(found)]
@@ -207,7 +205,7 @@ def _fp8(found: Json, block: tuple[int, int] | None) -> StoredForm:
 
 
 def _check_bound(found: Json) -> None:
-    """Raise ValueError for what is no bound. It bounds scales of activations, of which there are none here."""
+    """Raise ValueError for an invalid bound. It bounds stored scales of activations, which are not used here."""
     bound = found.get("activation_scale_ub")
     if bound is not None and not (type(bound) in (int, float) and 0 < bound < float("inf")):
         raise ValueError(f"'activation_scale_ub' must be a positive number, not {shown(bound)}")
@@ -277,8 +275,8 @@ def _types(found: Json) -> dict[str, str]:
 def _module_names(entries: list[str]) -> ModuleNames:
     """Translate entries of compressed-tensors' `ignore`: a name, or re: and an expression from a name's start.
 
-    * and ? of a name stand for any characters, as in modelopt's entries. Raises ValueError for an expression that is
-    damaged, or that is slow on some names: RE2 is never slow, but lacks look-around.
+    * and ? of a name stand for any characters, as in modelopt's entries. Raises ValueError if an expression is damaged,
+    or if it is slow on some names. RE2 is never slow, but cannot read an expression with look-around.
     """
     names, prefixes, expressions = list[str](), list[str](), list[str]()
     for entry in entries:
@@ -320,14 +318,14 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 # The factors of an octave that are tried for a scale of E4M3. They halve the squared error of a single one.
 _FACTORS = 2.0 ** np.linspace(0, 1, 16, endpoint=False, dtype=np.float32)
 _FOUR_BITS = np.float32(2**20 + 1)  # see T. J. Dekker, "A floating-point technique for extending the precision", 1971
-TILE = 2**14  # numbers that fit the cache, with their copies
+TILE = 2**14  # weights that fit the cache, with their copies
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
 def encode(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return values and scales of float32 numbers [..., K]; kind: int8, fp8 or int4.
+    """Return quantized values and scales of float32 weights [..., K]. kind: int8, fp8 or int4
 
-    The scale of a group that has NaN or infinity is not finite either, so that its products are not.
+    If a group has NaN or infinity, its scale is not finite, so its products are not finite either.
     """
     with np.errstate(invalid="ignore"):
         return _encode(wide, kind, group)
@@ -336,7 +334,7 @@ def encode(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.ndar
 def _encode(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.ndarray]:
     groups = wide.reshape(*wide.shape[:-1], -1, group)
     if kind == "int4":
-        # The number that is farthest from 0 becomes exactly 0 - MIDDLE, as in llama.cpp's Q4_0.
+        # The weight that is farthest from 0 becomes exactly 0 - MIDDLE, as in llama.cpp's Q4_0.
         farthest = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1, keepdims=True), axis=-1)
         scales = _no_zeros(farthest / -MIDDLE)
         values = pack(np.clip(np.rint(groups / scales) + MIDDLE, 0, 15).astype(np.uint8).reshape(wide.shape))
@@ -350,10 +348,10 @@ def _encode(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.nda
 
 
 def _best_factors(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the factor of each scale, from 1 to 2, whose E4M3 numbers are nearest: float32 [..., 1].
+    """Return the factor of each scale, from 1 to 2, with the least squared error in E4M3: float32 [..., 1].
 
-    groups: [..., group], scales: the least ones, [..., 1]. A factor of 2 rounds all numbers as 1 does, because E4M3 is
-    floating point, but between them the places of the large ones change.
+    groups: [..., group]. scales: the smallest possible ones, [..., 1]. A factor of 2 rounds all weights as 1 does,
+    because E4M3 is floating point; a factor between them moves the large weights to other E4M3 values.
     """
     numbers, least = groups.reshape(-1, groups.shape[-1]), scales.reshape(-1, 1)
     best = np.ones_like(least)
@@ -365,14 +363,14 @@ def _best_factors(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _best_of_tile(numbers: np.ndarray) -> np.ndarray:
-    """Return the factors of groups of numbers up to 448, [groups, group] -> [groups, 1]."""
+    """Return the factors of groups of values up to 448, [groups, group] -> [groups, 1]."""
     best, least = np.ones((len(numbers), 1), np.float32), np.full(len(numbers), np.inf, np.float32)
     scaled, high = np.empty_like(numbers), np.empty_like(numbers)
     for factor in _FACTORS:
         np.divide(numbers, factor, out=scaled)
         np.multiply(scaled, _FOUR_BITS, out=high)
         off = high - scaled
-        np.subtract(high, off, out=high)  # scaled, rounded to the four bits of E4M3's normal numbers
+        np.subtract(high, off, out=high)  # scaled, rounded to the four bits of E4M3's normal values
         np.subtract(high, scaled, out=off)
         squares = np.einsum("gk,gk->g", off, off) * factor**2
         better = squares < least
@@ -391,7 +389,7 @@ def pack(values: np.ndarray) -> np.ndarray:
 
 
 Bounds = tuple[tuple[int, int], ...]
-Read = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]  # a parameter and a rectangle -> its numbers
+Read = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]  # a parameter and a rectangle -> its weights
 ReadCodes = Callable[[ParamSpec, tuple[slice, ...], Packing], dict[str, np.ndarray]]  # -> {role: array}
 ReadOrder = Callable[[ParamSpec], np.ndarray]  # a parameter -> its inputs sorted by group
 ENCODED_BYTES = 2**20  # bytes of float32 that are encoded at a time, by each of four threads
@@ -410,11 +408,14 @@ def read_parameter(
     codes: ReadCodes | None = None,
     order: ReadOrder | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Make the leaves of one parameter, placed by `shardings`. codes, order: read what is kept of the checkpoint."""
+    """Make the leaves of one parameter, placed by `shardings`.
+
+    codes, order: read quantized values and the order of inputs from the checkpoint
+    """
     encoded: dict[Bounds, dict[str, np.ndarray]] = {}
 
     def part(spec: ParamSpec, index: tuple[slice, ...] | None) -> np.ndarray:
-        """Return the numbers of one leaf at `index`. Leaves of the same numbers share the work."""
+        """Return the values of one leaf at `index`. Leaves of the same rectangle share the work."""
         assert index is not None
         if spec.packing is None:
             return read(spec, index)
@@ -422,7 +423,7 @@ def read_parameter(
             assert order is not None
             return order(spec.wide())[index]
         bounds = _wide_bounds(spec, index)
-        if spec.shape[-1] == 1:  # a row's only scale was read with some of its numbers
+        if spec.shape[-1] == 1:  # a row's only scale was read with some of its values
             bounds = next((each for each in encoded if each[:-1] == bounds[:-1]), bounds)
         if bounds not in encoded:
             index = tuple(slice(*bound) for bound in bounds)
@@ -442,7 +443,7 @@ def read_parameter(
 
 
 def _wide_bounds(spec: ParamSpec, index: tuple[slice, ...]) -> Bounds:
-    """Return the rectangle of the wide parameter that a rectangle of a leaf stands for."""
+    """Return the rectangle of the unquantized parameter that a rectangle of a leaf stands for."""
     assert spec.packing is not None
     *rows, (first, last) = (s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True))
     numbers = spec.packing.wide[-1] // spec.shape[-1]
@@ -488,18 +489,18 @@ _MARKS = {
     "awq": "qweight",
 }
 _G_IDX = "weight_g_idx"
-_PLACES = ("g_idx", _G_IDX)  # the group of each input, by GPTQ and by compressed-tensors
+_PLACES = ("g_idx", _G_IDX)  # the group index of each input, by GPTQ and by compressed-tensors
 _INT8, _INT32 = np.dtype(np.int8), np.dtype(np.int32)
-# The dtype of tensors that hold codes. Any other tensor has floating-point numbers if it has scales, else integers.
+# The dtype of tensors of quantized values. Any other tensor has floating-point values if it has scales, else integers.
 _DTYPES = MappingProxyType({"weight": _INT8, "weight_packed": _INT32, "qweight": _INT32, "qzeros": _INT32})
-_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # in an int32, of the codes of eight successive outputs
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # positions in an int32 of the values of eight successive outputs
 
 
 @dataclass(frozen=True)
 class Codes:
     """A weight [O, I]: values int8, E4M3 or, of 4 bits, uint8 [O, I]; scales and zeros float32 [O, groups].
 
-    places: the group of each of the I inputs, int32 [I]; None: groups are successive inputs, all of one size.
+    places: the group index of each input, int32 [I]; None: groups are successive inputs, all of one size.
     """
 
     values: np.ndarray
@@ -515,10 +516,10 @@ class Codes:
 
     @classmethod
     def of_blocks(cls, blocks: Unpacked) -> Codes:
-        """Return rows of a GGUF tensor. With minima the numbers are nearly the same, because a zero is rounded."""
+        """Return rows of a GGUF tensor. With minima the weights are nearly the same, because a zero is rounded."""
         if blocks.minima is None:
             return cls(blocks.values, blocks.scales, None)
-        values, empty = blocks.values, blocks.scales == 0  # such a group has one number, -minimum
+        values, empty = blocks.values, blocks.scales == 0  # all weights of such a group are -minimum
         if empty.any():
             values = np.where(np.repeat(empty, values.shape[1] // empty.shape[1], axis=1), 0, values)
         scales = np.where(empty, blocks.minima, blocks.scales)
@@ -529,7 +530,7 @@ class Codes:
     def leaves(self, packing: Packing) -> dict[str, np.ndarray]:
         """Return the arrays of leaves by role, with a scale and a zero for each group of the leaves.
 
-        Only for groups of successive inputs. The leaves may have more bits than the values, and zeros that they lack.
+        Groups must be successive inputs. The leaves may have more bits than the values, and zeros that these lack.
         """
         assert self.places is None
         times = self.values.shape[1] // packing.group // self.scales.shape[1]
@@ -545,7 +546,7 @@ class Codes:
         return found if zeros is None else found | {"zeros": np.repeat(zeros, times, axis=1)}
 
     def wide(self) -> np.ndarray:
-        """Return the numbers, float32 [O, I]."""
+        """Return the dequantized weight, float32 [O, I]."""
         depth, count = self.values.shape[1], self.scales.shape[1]
         places = np.arange(depth) // (depth // count) if self.places is None else self.places
         middle = 8 if self.values.dtype == np.uint8 else 0
@@ -589,7 +590,7 @@ def code_tensors(part: Part, form: StoredForm) -> Shapes:
 
 
 def code_bytes(part: Part, form: StoredForm) -> int:
-    """Return the bytes of a part's tensors as they are published: scales have 2 bytes, codes are packed in int32."""
+    """Return the bytes of a part's published tensors: scales have 2 bytes, quantized values are packed in int32."""
     sizes: dict[str, float] = {"weight": 1, "weight_scale": 2, "scales": 2, "weight_shape": 8}
     sizes |= {"weight_zero_point": 1} if form.method == "int-quantized" else {}
     shapes = code_tensors(part, form).items()
@@ -599,7 +600,7 @@ def code_bytes(part: Part, form: StoredForm) -> int:
 def read_codes(part: Part, form: StoredForm, read: ReadStored) -> Codes:
     """Read a part of any format but GGUF.
 
-    Raises ModelLoadError if scales are not finite, an input has no group, or a tensor has another dtype than its kind.
+    Raises ModelLoadError if scales are not finite, an input has no group, or a tensor's dtype is not its kind's.
     """
     names = {name.rpartition(".")[2]: name for name in code_tensors(part, form)}
     tensors = {kind: read(name) for kind, name in names.items() if kind not in _PLACES}
@@ -631,7 +632,7 @@ def read_codes(part: Part, form: StoredForm, read: ReadStored) -> Codes:
 
 
 def check_dtypes(parts: Iterable[Part], form: StoredForm, tensors: Mapping[str, HasDtype]) -> None:
-    """Raise ModelLoadError for a tensor of these parts that would be read as other codes than it has."""
+    """Raise ModelLoadError if the dtype of a tensor of these parts is not that of the form's quantized values."""
     for part in parts:
         for name in code_tensors(part, form):
             if name in tensors:
@@ -639,7 +640,7 @@ def check_dtypes(parts: Iterable[Part], form: StoredForm, tensors: Mapping[str, 
 
 
 def _check_dtype(name: str, tensor: HasDtype, form: StoredForm) -> None:
-    """Raise ModelLoadError for a tensor that would be read as other codes than it has."""
+    """Raise ModelLoadError if a tensor's dtype is not that of the form's quantized values."""
     kind = name.rpartition(".")[2]
     packed_zeros = kind == "weight_zero_point" and form.method == "pack-quantized"
     expected = _INT32 if packed_zeros else _DTYPES.get(kind)
@@ -650,7 +651,7 @@ def _check_dtype(name: str, tensor: HasDtype, form: StoredForm) -> None:
 
 
 def _centred(values: np.ndarray, zeros: np.ndarray | None, form: StoredForm) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return codes of 8 bits as int8, and their zeros moved as far."""
+    """Return 8-bit values as int8, and their zeros moved by the same amount."""
     if form.bits == 4 or values.dtype == np.int8:
         return values, zeros
     return (values ^ 128).view(np.int8), None if zeros is None else zeros - 128
@@ -678,7 +679,7 @@ def input_order(places: np.ndarray) -> np.ndarray:
 
 
 def read_places(part: Part, form: StoredForm, read: ReadStored) -> np.ndarray | None:
-    """Return the group of each input, None if groups are successive inputs; others are act-order's.
+    """Return the group index of each input (act-order); None if groups are successive inputs.
 
     Raises ModelLoadError if an input has no group.
     """
@@ -700,7 +701,7 @@ Block = tuple[int, int]
 
 FP8 = (E4M3, np.dtype(ml_dtypes.float8_e5m2))
 _DAMAGED = "download the checkpoint again"
-MXFP4_GROUP = 32  # numbers that share a scale, two to a byte
+MXFP4_GROUP = 32  # values that share a scale, two to a byte
 # E2M1, the low nibble first: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _BYTE = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)  # [256, 2]
@@ -709,7 +710,7 @@ _BYTE = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)  # [256, 2]
 def stored_tensors(
     part: Part, tensors: Mapping[str, Tensor], block: Block | None, form: StoredForm | None = None
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return {name: allowed shapes} of the checkpoint tensors that a part is stored in."""
+    """Return {name: allowed shapes} of the checkpoint tensors that store a part."""
     if form is not None and is_stored(part, form, tensors):
         return code_tensors(part, form)
     if part.mxfp4:
@@ -723,7 +724,7 @@ def stored_tensors(
 
 
 class FoundModules(frozenset[str]):
-    """Names of modules. Programs and pages are named by texts of a config, so this one is the same in every process."""
+    """Names of modules. Its text is the same in every process, because configs as texts name programs and pages."""
 
     def __repr__(self) -> str:
         return repr(sorted(self))
@@ -748,7 +749,7 @@ def _scale_tensor(
 def decode_fp8(
     weight: np.ndarray, scale: np.ndarray, block: Block | None, part: Part, region: tuple[slice, ...]
 ) -> np.ndarray:
-    """Decode the rectangle `region` of a part's view to float32: weight [O, I] times its scale.
+    """Dequantize the rectangle `region` of a part's view to float32: weight [O, I] times its scale.
 
     scale: [O / block rows, I / block columns], or per channel [O] or [O, 1], or one for the tensor.
     """
@@ -772,9 +773,9 @@ def fp8_codes(weight: np.ndarray, scale: np.ndarray, block: Block | None, group:
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray, part: Part, region: tuple[slice, ...]) -> np.ndarray:
-    """Decode the rectangle `region` of a part's view to float32: E2M1 numbers times 2^(scale - 127).
+    """Dequantize the rectangle `region` of a part's view to float32: E2M1 values times 2^(scale - 127).
 
-    blocks: uint8 [..., I / 32, 16], two numbers per byte. scales: uint8 [..., I / 32].
+    blocks: uint8 [..., I / 32, 16], two values per byte. scales: uint8 [..., I / 32].
     """
     groups = (*part.view[:-1], part.shape[-1] // MXFP4_GROUP)
     chosen = blocks.reshape(*groups, MXFP4_GROUP // 2)[region[:-1]]
@@ -790,7 +791,7 @@ def mxfp4_codes(blocks: np.ndarray, scales: np.ndarray, part: Part, rows: tuple[
     """
     groups = (*part.view[:-1], part.shape[-1] // MXFP4_GROUP)
     pairs = blocks.reshape(*groups, MXFP4_GROUP // 2)[rows]
-    first, second = np.split(pairs, 2, axis=-1)  # the codes 2i and 2i + 1 of each half of a group lie in one byte
+    first, second = np.split(pairs, 2, axis=-1)  # values 2i and 2i + 1 of each half of a group are in one byte
     values = np.empty(pairs.shape, np.uint8)
     values[..., ::2] = (first & 15) | (second << 4)
     values[..., 1::2] = (first >> 4) | (second & 0xF0)
@@ -798,7 +799,7 @@ def mxfp4_codes(blocks: np.ndarray, scales: np.ndarray, part: Part, rows: tuple[
 
 
 def check_codes(name: str, weight: np.ndarray) -> None:
-    """Raise ModelLoadError if a number of an FP8 weight E4M3 [O, I] is NaN. E5M2 is not checked."""
+    """Raise ModelLoadError if an FP8 weight E4M3 [O, I] has NaN. E5M2 is not checked."""
     if weight.dtype == E4M3 and ((weight.view(np.uint8) & 0x7F) == 0x7F).any():
         raise ModelLoadError(f"{name}: not all numbers are finite", fix=_DAMAGED)
 

@@ -1,13 +1,10 @@
 """Readers of config.json keys that several families share: checked numbers, the rotation, the sliding windows.
 
-`loading.config.hf_config` reads the common keys with them, and each family its own.
+`hf_config` reads the common keys with them, and each family its own. `completed` first completes and checks the parsed
+file: a published file omits values that equal the default of its class in transformers, and has one of several forms. A
+key that would change the computation and is not supported is refused by name.
 
-A parsed config.json, completed and checked before the family reads it.
-
-A published file leaves out what equals the default of its class in transformers, and has one of several forms. A key
-that would change what is computed and is not supported is refused here by its name.
-
-What the files of sentence-transformers say of texts: the longest one, and the prompt before each.
+The files of sentence-transformers are read here too: the longest text, and the prompt before each text.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ def architecture_of(hf: Json) -> str:
     return names[0]
 
 
-# Least and largest value of each integer. The largest is at least ten times that of published models, and small enough
-# that a list with one entry per layer, head or expert fits into memory.
+# Smallest and largest value of each integer. The largest is at least ten times a published model's, and so small that
+# a list with one entry per layer, head or expert fits into memory.
 _INTEGERS = {
     "vocab_size": (1, 2**24),
     "num_hidden_layers": (1, 2000),
@@ -94,7 +91,7 @@ def optional_integer(hf: Json, key: str, default: Any) -> Any:
 def number(hf: Json, key: str, default: Any) -> Any:
     """Return the key's number as a float, or the default if the key is absent or null.
 
-    Raises ValueError if it is no number or out of range.
+    Raises ValueError if it is not a number or out of range.
     """
     value = hf.get(key)
     if value is None:
@@ -106,7 +103,7 @@ def number(hf: Json, key: str, default: Any) -> Any:
 
 
 def boolean(hf: Json, key: str, default: bool) -> bool:
-    """Return the key's value, or the default if the key is absent or null. Raises ValueError if it is no boolean."""
+    """Return the key's value, or the default if the key is absent or null. Raises ValueError if it is not a boolean."""
     value = hf.get(key)
     if not isinstance(value, bool | None):
         raise ValueError(f"{key!r} must be true or false, not {shown(value)}")
@@ -200,7 +197,7 @@ def rope_by_layer_type(hf: Json) -> bool:
 
 
 def ropes_by_layer_type(hf: Json, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rotation of full layers, and that of sliding-window layers if the file has its own for them."""
+    """Return the rotation of full layers, and the one of sliding-window layers if the file has it."""
     if not rope_by_layer_type(hf):
         return rope_config(hf, head_dim), None
     by_type = hf["rope_parameters"]
@@ -249,9 +246,9 @@ _CAUSAL = {"is_causal": (True,)}
 _ENCODER = {"is_decoder": (False,), "hidden_act": ("gelu",)}
 _GEMMA = _CAUSAL | {"hidden_activation": ("gelu_pytorch_tanh", "gelu_new")}
 
-# What the tables below call a family: the architecture's name without its task.
+# A family's name in the tables below: the architecture's name without its task.
 _TASKS = ("ForCausalLM", "ForSequenceClassification", "Model")
-# Defaults of the classes that differ from those of the families.
+# Defaults of transformers' classes that differ from the families' defaults here.
 _DEFAULTS: Mapping[str, Json] = MappingProxyType(
     {
         "Phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
@@ -263,7 +260,7 @@ _DEFAULTS: Mapping[str, Json] = MappingProxyType(
     }
 )
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-# The values that are computed, _CAUSAL of the others. An absent key and null are always one of them.
+# The supported values of each key, for a family or, as _CAUSAL, for all others. An absent key and null are supported.
 _COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
         "Gemma2": _GEMMA,
@@ -282,7 +279,7 @@ _LAYER_TYPES = (_FULL, _SLIDING, "attention")
 def completed(hf: Json, rope_theta: float) -> dict[str, Any]:
     """Return the keys of a parsed config.json with the defaults of its class, and its rotation in one form.
 
-    rope_theta: of a file that has none. Raises ValueError, KeyError or TypeError for what is damaged or not computed.
+    rope_theta: the rotation's default base. Raises ValueError, KeyError or TypeError for damaged or unsupported keys.
     """
     family = architecture_of(hf)
     for task in _TASKS:
@@ -340,7 +337,7 @@ def _by_layer_type(keys: Json, given: Json) -> dict[str, Any]:
 
 
 def _one_rotation(keys: Json, given: dict[str, Any], family: str) -> dict[str, Any]:
-    """Return `given` with what transformers takes from the keys beside it."""
+    """Return `given` completed from the keys beside it, as transformers does."""
     kind = given.get("rope_type", given.get("type"))
     if family == "Phi3" and kind in ("su", "yarn"):  # old names
         kind = given["rope_type"] = "longrope"
@@ -355,7 +352,7 @@ def _one_rotation(keys: Json, given: dict[str, Any], family: str) -> dict[str, A
 
 
 def embedding_prompt(directory: Path, pooling: PoolingConfig) -> str:
-    """Return the prompt that sentence-transformers puts before each text if a caller names none; "" without one.
+    """Return the prompt that sentence-transformers puts before each text by default; "" if there is none.
 
     Raises ModelLoadError if the default prompt is not among the prompts, or the pooling leaves its tokens out.
     """
@@ -375,9 +372,9 @@ def embedding_prompt(directory: Path, pooling: PoolingConfig) -> str:
 
 
 def text_limit(directory: Path, pooling: PoolingConfig) -> int | None:
-    """Return after how many tokens sentence-transformers cuts a text; None: nowhere. Raises ModelLoadError.
+    """Return the number of tokens after which sentence-transformers cuts a text; None: no limit.
 
-    A model without a limit of its own has the tokenizer's.
+    A model without a limit of its own has the tokenizer's limit. Raises ModelLoadError.
     """
     file = directory / "tokenizer_config.json"
     if "Pooling" not in sentence_modules(directory):

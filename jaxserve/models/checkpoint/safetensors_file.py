@@ -55,7 +55,7 @@ class TensorInfo:
 
 
 def read_contents(path: Path) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (name, TensorInfo) of every tensor. A name that the file has twice comes twice.
+    """Yield (name, TensorInfo) of every tensor. If the file has a name twice, it is yielded twice.
 
     Raises ModelLoadError if the file is truncated or its header does not describe its bytes exactly.
     """

@@ -58,7 +58,7 @@ class ModelStructure:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one copy of the weights."""
+        """Return the size of one copy of the weights, in bytes."""
         return sum(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize for spec in self.specs)
 
 

@@ -1,7 +1,7 @@
-"""Where new weights of a served model come from: a tree of arrays, arrays by checkpoint name, or a directory.
+"""The sources of new weights for a served model: a tree of arrays, arrays by checkpoint name, or a directory.
 
-A source checks everything that can be known in advance when it is made: names, shapes and dtypes. It then makes the
-leaves of one parameter at a time. They never share memory with the caller's arrays.
+A source checks names, shapes and dtypes when it is made. It then makes the leaves of one parameter at a time. They
+never share memory with the caller's arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jaxserve.models.weights import ParamSpec
 Specs = tuple[ParamSpec, ...]  # the leaves of one parameter
 _PLACE = Path("the update")  # stands for a directory in messages
 _FIX = "send all tensors in the model's shapes"
-# what may differ between the configuration of a checkpoint and of the served model
+# fields that may differ between the configurations of a checkpoint and of the served model
 _FREE = {"dtype", "generation", "eos_token_ids", "max_position_embeddings"}
 
 
@@ -51,12 +51,12 @@ class WeightSource(Protocol):
 
     @property
     def parameters(self) -> frozenset[str]:
-        """The names of the parameters that the source has."""
+        """Return the names of the parameters that the source has."""
         ...
 
     @property
     def arrays(self) -> Sequence[Any]:
-        """The caller's arrays, if it has some."""
+        """Return the caller's arrays, if there are any."""
         ...
 
     def make(self, specs: Specs, shardings: Sequence[Sharding]) -> tuple[jax.Array, ...]:
@@ -65,7 +65,7 @@ class WeightSource(Protocol):
 
 
 def source_of(given: Any, structure: ModelStructure, *, partial: bool = False) -> WeightSource:
-    """Return the source that `given` is, checked. Raises ModelLoadError that names what does not fit.
+    """Return a checked source for `given`. Raises ModelLoadError that names the misfits.
 
     given: a tree of arrays with one array a leaf of the structure, by position or by the leaves' names; or (checkpoint
     name, array) pairs, or a mapping of them.
@@ -84,7 +84,7 @@ def source_of(given: Any, structure: ModelStructure, *, partial: bool = False) -
 def _has_leaf_names(given: Mapping[Any, Any], structure: ModelStructure) -> bool:
     """Return whether a mapping is a tree of leaves: it is nested, or every key is the name of a leaf.
 
-    What is named and shaped as in a checkpoint is not: it may have another dtype.
+    A mapping with the names and shapes of a checkpoint is not one, because its dtypes may differ.
     """
     shapes = {part.name: part.shape for spec in structure.specs for part in spec.parts}
     if given and all(name in shapes and np.shape(value) == shapes[name] for name, value in given.items()):
@@ -127,7 +127,7 @@ def _pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
 
 
 class NamedTensors:
-    """Tensors by checkpoint name: converted, fused and quantised as when a checkpoint is loaded."""
+    """Tensors by checkpoint name. They are converted, fused and quantized as when a checkpoint is loaded."""
 
     def __init__(self, structure: ModelStructure, checkpoint: Checkpoint, *, partial: bool = False) -> None:
         config, tensors = structure.config, checkpoint.tensors
@@ -161,8 +161,9 @@ class NamedTensors:
 
 
 def _check_numbers(specs: Sequence[ParamSpec], checkpoint: Checkpoint, form: StoredForm | None) -> None:
-    """Raise ModelLoadError for a tensor of integers where the model has numbers, of numbers where it has E4M3, and of
-    another dtype than that of a format's codes.
+    """Raise ModelLoadError if a tensor's dtype does not suit its parameter.
+
+    An unquantized parameter takes floating point, an FP8 parameter E4M3, and quantized values their format's dtype.
     """
     if form is not None and form.method == "gguf":
         return  # its types are checked with its shapes
@@ -184,7 +185,7 @@ def _check_numbers(specs: Sequence[ParamSpec], checkpoint: Checkpoint, form: Sto
 class LeafTree:
     """New weights with one array for each leaf.
 
-    A quantised parameter may be one wide float32 array instead; it is then quantised as at load.
+    A quantized parameter may be one unquantized float32 array instead; it is then quantized as at load.
     """
 
     def __init__(self, structure: ModelStructure, tree: Any, *, partial: bool = False) -> None:
@@ -264,7 +265,7 @@ def _check_array(name: str, array: Any) -> None:
 
 
 def _placed(array: Any, sharding: Sharding) -> jax.Array:
-    """Copy an array to the devices. One that is placed there already does not go through the host's memory."""
+    """Copy an array to the devices. If it is placed there already, it does not go through the host's memory."""
     if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim):
         return jax.device_put(array, sharding, may_alias=False)
     host = np.asarray(array)

@@ -177,7 +177,7 @@ class BertForSequenceClassification(TextClassifier):
         return self.bert
 
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
-        """Compute the head's numbers from hidden [R, L, D] -> float32 [R, labels]."""
+        """Compute the head's scores from hidden [R, L, D] -> float32 [R, labels]."""
         assert self.bert.pooler is not None
         return self.classifier.in_float32(self.bert.pooler(hidden, linear), linear)
 

@@ -1,6 +1,6 @@
-"""Decoders with a classification head in place of the output head: the last token's state gives a number per label.
+"""Decoders with a classification head in place of the output head: the last token's state gives a score per label.
 
-Qwen2, Qwen3, Llama, Gemma and the other families of their files, as `...ForSequenceClassification`.
+Qwen2, Qwen3, Llama, Gemma and the other decoder families, as `...ForSequenceClassification`.
 """
 
 from __future__ import annotations

@@ -91,15 +91,15 @@ class LatentAttention(nnx.Module):
 def _by_head(x: jax.Array, w: jax.Array, linear: Products) -> jax.Array:
     """Multiply x [T, N, I] by the weight of each head w [N, O, I] transposed -> [T, N, O].
 
-    XLA on a CPU sums the products of all heads at once in an order that depends on T. So in deterministic mode each
-    head is multiplied alone there.
+    On a CPU XLA sums the products of all heads at once, in an order that depends on T. In deterministic mode each head
+    is therefore multiplied alone there.
     """
     at_once = functools.partial(jnp.einsum, "tni,noi->tno")
     if not linear.deterministic:
         return at_once(x, w)
 
     def one_by_one(x: jax.Array, w: jax.Array) -> jax.Array:
-        """x: [T, N, I], w: [N, O, I]"""
+        """Multiply one head at a time. x: [T, N, I], w: [N, O, I]"""
         return jax.lax.map(lambda head: linear(*head), (x.swapaxes(0, 1), w)).swapaxes(0, 1)
 
     return jax.lax.platform_dependent(x, w, cpu=one_by_one, default=at_once)

@@ -29,7 +29,7 @@ class RobertaHead(nnx.Module):
         self.out_proj = Linear((len(config.labels), size), (None, "embed"), dtype, bias=True)
 
     def __call__(self, hidden: jax.Array, linear: Products) -> jax.Array:
-        """Compute the numbers from hidden [R, L, D] -> float32 [R, labels]."""
+        """Compute the scores from hidden [R, L, D] -> float32 [R, labels]."""
         return self.out_proj.in_float32(jnp.tanh(self.dense.in_float32(hidden[:, 0], linear)), linear)
 
 
@@ -46,7 +46,7 @@ class RobertaForSequenceClassification(TextClassifier):
         return self.roberta
 
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
-        """Compute the head's numbers from hidden [R, L, D] -> float32 [R, labels]."""
+        """Compute the head's scores from hidden [R, L, D] -> float32 [R, labels]."""
         return self.classifier(hidden, linear)
 
 
