@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.translate import MAX_SOURCE_BYTES, LarkWriter, between_slashes, loads, one_of
+from jaxserve.grammar.translate import MAX_SOURCE_BYTES, LarkWriter, between_slashes, loads, one_of, quoted
 from jaxserve.types.sampling import GrammarSpec
 
 MAX_TAGS = 256
@@ -79,7 +79,7 @@ class _Formats:
         return method(node, depth)
 
     def const_string(self, node: Mapping[str, Any], depth: int) -> str:
-        return self.writer.literal(_text(node, "value")) or '""'
+        return quoted(_text(node, "value"))
 
     def json_schema(self, node: Mapping[str, Any], depth: int) -> str:
         return self.writer.schema(node.get("json_schema", {}))

@@ -33,6 +33,7 @@ from jaxserve.grammar.translate import (
     closed,
     moved,
     one_of,
+    quoted,
     with_parts,
 )
 from jaxserve.text.tools.base import MAX_JOIN_DEPTH, pointed, schema_types
@@ -176,11 +177,14 @@ class Parameter(NamedTuple):
     required: bool
 
 
-def parameters_of(schema: Mapping[str, Any], *, exact: bool = True) -> list[Parameter]:
+def parameters_of(
+    schema: Mapping[str, Any], *, exact: bool = True, names: re.Pattern[str] | None = None
+) -> list[Parameter]:
     """Return the parameters of a tool, in order: those of `properties`, then others that are required.
 
     exact: raise InvalidSchemaError (param tools) if the schema says more than each parameter's own schema can; else
     ignore the rest, if there are properties
+    names: what names the format can write; a parameter with another name is left out, or refused if exact and required
     """
     if (unkept := sorted(_WHOLE & schema.keys())) and (exact or not schema.get("properties")):
         raise _error(f"{', '.join(unkept)} of a tool's parameters cannot be enforced in this model's format of calls")
@@ -191,6 +195,10 @@ def parameters_of(schema: Mapping[str, Any], *, exact: bool = True) -> list[Para
     parts = properties | {name: schema.get("additionalProperties", True) for name in needed if name not in properties}
     used = {name: part for name, part in parts.items() if part is not False or name in needed}
     targets, place = _targets(schema)
+    for name in [name for name in used if names is not None and not names.fullmatch(name)]:
+        if exact and name in needed:
+            raise _error(f"a parameter named {name!r} cannot be written in this model's format of calls")
+        del used[name]
     return [Parameter(name, _standing_alone(part, targets, place), name in needed) for name, part in used.items()]
 
 
@@ -484,24 +492,26 @@ def _named_call(call: NamedCall, writer: LarkWriter, tool: GrammarTool, skip: in
     return writer.rule(f"{head} {_arguments(writer, tool)} {writer.literal(call.after)}")
 
 
-def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str, ends: Sequence[str]) -> str | None:
-    """Match the input of a custom tool that has a grammar, written between two tags. ends: as in TaggedCall."""
+# names of parameters that the parsers read back
+_TAGGED_NAME = re.compile(r"(?!['\s])[^<>\"\n]{1,256}(?<!['\s])")
+_PYTHON_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def _custom_input(writer: LarkWriter, tool: GrammarTool, after: str, ends: Sequence[str]) -> str | None:
+    """Match the input of a custom tool that has a grammar, and the tag behind it. ends: as in TaggedCall."""
     if tool.lark is not None:
-        return _around(writer, before, embed_before(writer, tool.lark, after, ends), after)
-    if tool.regex is not None:
-        return writer.rule(f"{writer.literal(before)} {writer.matching_until(tool.regex, after, ends)}")
-    return None
+        return f"{embed_before(writer, tool.lark, after, ends)} {writer.literal(after)}"
+    return None if tool.regex is None else writer.matching_until(tool.regex, after, ends)
 
 
 def _tagged_call(call: TaggedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
     ends = (call.after.strip(), *call.ends)
     parts = [writer.literal(call.head.replace("NAME", tool.name)[skip:])]
-    for name, schema, required in parameters_of(tool.arguments_schema, exact=tool.is_exact):
-        opening = call.before.replace("KEY", name).replace("TEXT", json.dumps(is_text(schema)))
-        parameter = _custom_input(writer, tool, opening, call.after, ends)
-        if parameter is None:
-            value = _value(writer, call, schema, ends, exact=tool.is_exact)
-            parameter = writer.rule(f"{writer.literal(opening)} {value}")
+    before, after_key = call.before.split("KEY")
+    for name, schema, required in parameters_of(tool.arguments_schema, exact=tool.is_exact, names=_TAGGED_NAME):
+        behind = writer.literal(after_key.replace("TEXT", json.dumps(is_text(schema))))
+        value = _custom_input(writer, tool, call.after, ends) or _value(writer, call, schema, ends, exact=tool.is_exact)
+        parameter = writer.rule(f"{writer.literal(before)} {quoted(name)} {behind} {value}")
         parts.append(parameter if required else f"{parameter}?")
     return writer.rule(" ".join([*parts, writer.literal(call.tail)]))
 
@@ -517,7 +527,7 @@ def _value(writer: LarkWriter, call: TaggedCall, schema: Any, ends: Sequence[str
     texts = texts_of(schema, exact=exact)
     if texts is None:
         return writer.text_until(after, without=call.closed_by)
-    values = [writer.literal(text) or '""' for text in texts if not any(end.strip() in text for end in ends)]
+    values = [quoted(text) for text in texts if not any(end.strip() in text for end in ends)]
     if not values:
         raise InvalidSchemaError("no value of a text parameter can be written in this model's format", param="tools")
     return f"{one_of(values)} {writer.literal(after)}"
@@ -525,12 +535,12 @@ def _value(writer: LarkWriter, call: TaggedCall, schema: Any, ends: Sequence[str
 
 def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
     """Match f(a=1, b="x"), with the parameters in the order of the schema."""
-    parameters = parameters_of(tool.arguments_schema, exact=tool.is_exact)
+    parameters = parameters_of(tool.arguments_schema, exact=tool.is_exact, names=_PYTHON_NAME)
     comma, empty = '", "', '""'
     values = [
         _around(writer, 'input="', embed_in_json(writer, tool.lark), '"')
         if tool.lark is not None
-        else writer.rule(f"{writer.literal(name + '=')} {_python_value(writer, part, exact=tool.is_exact)}")
+        else writer.rule(f"{quoted(name + '=')} {_python_value(writer, part, exact=tool.is_exact)}")
         for name, part, _ in parameters
     ]
 

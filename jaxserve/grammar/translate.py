@@ -497,8 +497,8 @@ ANY_TEXT = r"/(.|\n)*/"
 class LarkWriter:
     """Collects rules and returns expressions.
 
-    special_tokens: text -> id of the tokenizer's special tokens. In a literal they are written as tokens, because
-    llguidance does not treat their characters as text.
+    special_tokens: text -> id of the tokenizer's special tokens. In a literal, which is of the model's format, they are
+        written as tokens, as the model writes them. A client's own text is written in ordinary ones.
     """
 
     special_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -512,7 +512,7 @@ class LarkWriter:
         return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
     def literal(self, text: str) -> str:
-        """Return an expression for exactly this text; "" for the empty text."""
+        """Return an expression for exactly this text of the model's format; "" for the empty text."""
         parts = self._special.split(text) if self._special else [text]
         return " ".join(self._literal_part(part) for part in parts if part)
 

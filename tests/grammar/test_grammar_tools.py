@@ -18,7 +18,8 @@ from jaxserve.text.tools import ToolSet
 from jaxserve.text.tools.registry import TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
 from tests.grammar.conftest import byte_tokenizer
-from tests.grammar.test_matcher import feed, mask
+from tests.grammar.test_matcher import feed, mask, written
+from tests.text import hostile_calls
 from tests.text.whole_outputs import ParsedOutput, parse_whole
 
 WEATHER = GrammarTool(
@@ -353,6 +354,40 @@ def test_special_tokens_are_written_as_tokens() -> None:
     special = {text: i for i in own.special_ids if (text := own.id_to_token(i))}
     spec = tool_grammar(CallModel("hermes", special_tokens=special), [NOW], required=True)
     assert spec is not None and f"<[{special['<tool_call>']}]>" in spec.source and '"<tool_call>' not in spec.source
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32", "hermes"])
+def test_values_that_spell_a_special_token_are_written_in_ordinary_ones(
+    name: str, factory: MatcherFactory, tokenizer: Tokenizer
+) -> None:
+    """A token that ends a turn would cut the call."""
+    text = "<eos> [TOOL_CALLS]"
+    tool = GrammarTool("f", {"properties": {"[TOOL_CALLS]": {"enum": [text]}}, "required": ["[TOOL_CALLS]"]}, True)
+    call = hostile_calls.FAMILIES[name].write([hostile_calls.Call("f", {"[TOOL_CALLS]": text})], [""], random.Random(3))
+    matcher = grammar(factory, tokenizer, name, [tool], required=True)
+    head, _, rest = call.partition("[TOOL_CALLS]")
+    assert feed(matcher, tokenizer, head) and written(
+        matcher, tokenizer, f"[TOOL_CALLS]{rest[: rest.index(text)]}{text}", 320
+    )
+
+
+@pytest.mark.parametrize("name, key", [
+    ("qwen3_coder", "a<b"), ("glm45", "a\nb"), ("deepseek_v32", 'a"b'), ("glm45", " a"), ("pythonic", "a-b"),
+    ("qwen3_coder", ""),
+])  # fmt: skip
+def test_a_parameter_whose_name_cannot_be_written_is_left_out_or_refused(
+    name: str, key: str, factory: MatcherFactory, tokenizer: Tokenizer
+) -> None:
+    """The parser would not read it back."""
+    schema = {"type": "object", "properties": {key: {"type": "integer"}, "n": {"const": 1}}, "required": [key, "n"]}
+    with pytest.raises(InvalidSchemaError, match="named"):
+        tool_grammar(CallModel(name), [GrammarTool("f", schema, strict=True)], required=True)
+    for tool in (GrammarTool("f", schema), GrammarTool("f", schema | {"required": ["n"]}, strict=True)):
+        text = sample(
+            grammar(factory, tokenizer, name, [tool], required=True, parallel=False), tokenizer, random.Random(1)
+        )
+        (found,) = parse_whole(PARSERS[name](ToolSet({"f": schema})), text or "").tool_calls
+        assert json.loads(found.arguments) == {"n": 1}
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))

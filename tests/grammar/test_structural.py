@@ -8,7 +8,7 @@ from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.structural import structural_tag_spec
 from jaxserve.text.tokenizer import Tokenizer
-from tests.grammar.test_matcher import feed
+from tests.grammar.test_matcher import feed, written
 
 INTEGER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 OLDER = {
@@ -70,6 +70,19 @@ def test_forms(factory: MatcherFactory, tokenizer: Tokenizer, tag: Any, good: li
         assert feed(matcher, tokenizer, text) and matcher.is_accepting, text
     for text in bad:
         assert not feed(fresh(), tokenizer, text), text
+
+
+def test_a_constant_text_that_spells_a_special_token_is_written_in_ordinary_ones(
+    factory: MatcherFactory, tokenizer: Tokenizer
+) -> None:
+    """The tag of a format is that token. As a text, one that ends a turn would cut the answer."""
+    special = {text: i for i in tokenizer.special_ids if (text := tokenizer.id_to_token(i))}
+    for text in special:
+        constant = {"type": "const_string", "value": f"a{text}"}
+        matcher = factory(structural_tag_spec(fmt(**constant), special))
+        assert written(matcher, tokenizer, f"a{text}", 320) and matcher.is_accepting
+        matcher = factory(structural_tag_spec(fmt(type="tag", begin=text, content=constant, end="x"), special))
+        assert matcher.accept(special[text]) and written(matcher, tokenizer, f"a{text}x", 320)
 
 
 def nested(depth: int) -> dict[str, Any]:
