@@ -22,11 +22,11 @@ from tokenizers.decoders import DecodeStream
 
 from jaxserve.errors import HTTPError, InvalidValueError, RequestTimeoutError, ServerError
 from jaxserve.text.events import ContentDelta, ReasoningDelta
-from jaxserve.text.output_parser import HarmonyThoughts, ThinkingLimit, ThinkParser, think_tags
+from jaxserve.text.output_parser import ThinkingLimit, think_tags, thoughts_of
 from jaxserve.text.stop import StopChecker, StopPatterns, Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
-from jaxserve.types.sampling import SamplingParams, ThinkingBudget, ThinkingForm
+from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput
 
 # a UTF-8 character has at most 4 bytes, so 4 tokens of context finish any character the prompt began
@@ -201,7 +201,7 @@ class SequenceText:
         )
         stops = stops or make_stops(params)
         self._stops = StopChecker(stops, include=params.include_stop_str_in_output) if stops else None
-        self._thoughts = None if params.stops_after is None or stops is None else _thoughts(params.stops_after)
+        self._thoughts = None if params.stops_after is None or stops is None else thoughts_of(params.stops_after)
         self._thinking = None if params.thinking is None else _limit(params.thinking)
         self.thinks_too_long = self._thinking is not None and self._thinking.exceeded
 
@@ -334,9 +334,3 @@ def _limit(budget: ThinkingBudget) -> ThinkingLimit:
     tags = think_tags(budget.family, budget.calls)
     assert tags is not None
     return ThinkingLimit(tags, budget.tokens, inside=budget.inside, tools=budget.tools)
-
-
-def _thoughts(form: ThinkingForm) -> ThinkParser | HarmonyThoughts:
-    """Return what divides an output of this form into reasoning and answer, and keeps all of its text."""
-    tags = think_tags(form.family, form.calls)
-    return HarmonyThoughts() if tags is None else ThinkParser(tags, inside=form.inside, keep=True, tools=form.tools)

@@ -28,6 +28,7 @@ from jaxserve.text.reader import Reading, TextReader
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolParser, ToolSet
 from jaxserve.text.tools.registry import TOOL_FORMATS, known_tool_formats, tool_format_of_template
+from jaxserve.types.sampling import ThinkingForm
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -231,6 +232,11 @@ class ThinkTags:
     always: bool = False
     calls: tuple[CallOpening, ...] = ()
 
+    @property
+    def come_again(self) -> bool:
+        """Whether the tags count behind the first thinking. Granite's are sentences, which an answer may have too."""
+        return not self.start[0].isalpha()
+
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the texts that the parser looks for. tools: the request offers some."""
         return (self.start, self.end, *((call.marker for call in self.calls) if tools else ()))
@@ -333,12 +339,14 @@ class LaterThoughts:
     Tags that the text mentions stay: in code, after a quotation mark, and an end tag after a start tag that stayed. A
     start tag within a line, behind a space, opens a block only if the model has thought before.
 
+    keep: leave the tags and all white space in the reasoning, as in ThinkParser
+    calls: texts that begin calls, which end a block; none if no call is in the text
     thinking: the text read so far ends within a block
     reasoned: the output has had reasoning
     """
 
-    def __init__(self, tags: ThinkTags) -> None:
-        self._tags = tags
+    def __init__(self, tags: ThinkTags, *, keep: bool = False, calls: Collection[str] = ()) -> None:
+        self._tags, self._keep, self._calls = tags, keep, calls
         self.thinking = self.reasoned = False
         self._mentions = 0  # start tags that stayed, less the end tags that stayed
         self._events: list[Event] = []
@@ -388,11 +396,15 @@ class LaterThoughts:
                 continue
             if marker == start:
                 self.thinking, self._in_block = True, False
-                marker = yield from self._reader.copy_until((end,), self._thought)
+                self._tag(start)
+                marker = yield from self._reader.copy_until((end, *self._calls), self._thought, take=False)
+                yield from self._reader.accept(end)
                 self.thinking, self._space = False, ""
-            space = yield from self._reader.space()
-            if self._last and not self._last.isspace():
-                self._content(space)
+            if marker == end:
+                self._tag(end)
+                space = yield from self._reader.space()
+                if self._keep or (self._last and not self._last.isspace()):
+                    self._content(space)
             self._seeks_tag = True
 
     def _opens(self) -> Reading[bool]:
@@ -408,7 +420,14 @@ class LaterThoughts:
             self._last = text[-1]
             self._events.append(ContentDelta(text))
 
+    def _tag(self, tag: str) -> None:
+        if self._keep:
+            self._events.append(ReasoningDelta(tag))
+
     def _thought(self, text: str) -> None:
+        if self._keep:
+            self._tag(text)
+            return
         text = self._space + text if self._in_block else text.lstrip()
         stripped = text.rstrip()
         self._space = text[len(stripped) :]
@@ -619,8 +638,7 @@ class ParserChoice:
             return _Pipeline(None, None, True)
         names = tools.names if tools is not None and tool_parser is not None else ()
         thinking = ThinkParser(tags, inside=inside, keep=not separate_reasoning, tools=names)
-        # Granite's tags are sentences, which an answer may have too
-        cleans = separate_reasoning and not answer_is_literal and not tags.start[0].isalpha()
+        cleans = separate_reasoning and not answer_is_literal and tags.come_again
         return _Pipeline(thinking, tool_parser, separate_reasoning, LaterThoughts(tags) if cleans else None)
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
@@ -717,6 +735,17 @@ class _Pipeline:
                 out += self._later.flush()
             out.append(event)
         return out
+
+
+def thoughts_of(form: ThinkingForm) -> _Pipeline | HarmonyThoughts:
+    """Return what divides an output of this form into reasoning and answer, and keeps all of its text."""
+    tags = think_tags(form.family, form.calls)
+    if tags is None:
+        return HarmonyThoughts()
+    first = ThinkParser(tags, inside=form.inside, keep=True, tools=form.tools)
+    calls = [call.marker for call in tags.calls] if form.tools else ()
+    later = None if form.only_first or not tags.come_again else LaterThoughts(tags, keep=True, calls=calls)
+    return _Pipeline(first, None, True, later)
 
 
 class _Harmony:

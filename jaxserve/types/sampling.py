@@ -53,13 +53,14 @@ class ThinkingForm(msgspec.Struct, frozen=True, kw_only=True):
 
     family: name of a reasoning format of text/output_parser.py, or "harmony". inside: the prompt ends inside the
     thinking. calls: name of the format of tool calls. tools: names of the request's tools; a call of one also ends
-    the thinking
+    the thinking. only_first: tags behind the first thinking are text, because a constraint decides what the answer is
     """
 
     family: str
     inside: bool = False
     calls: str = ""
     tools: tuple[str, ...] = ()
+    only_first: bool = False
 
 
 class ThinkingBudget(ThinkingForm, frozen=True, kw_only=True):

@@ -108,7 +108,7 @@ def test_an_open_thought_cut_by_length(server: LiveServer, client: Any) -> None:
 
 
 def test_a_stop_string_does_not_end_the_thinking_on_any_route(server: LiveServer) -> None:
-    reply_with(server, "<think>First END, then more.</think>It is 4. END of it.")
+    reply_with(server, "<think>First END, then</think><think>more: END.</think>It is 4. END of it.")
     for path, stop, body in (
         ("/v1/chat/completions", {"stop": ["END"]}, {"messages": MESSAGES}),
         ("/v1/chat/completions", {"stop_regex": ["EN?D"]}, {"messages": MESSAGES}),
@@ -122,7 +122,11 @@ def test_a_stop_string_does_not_end_the_thinking_on_any_route(server: LiveServer
             assert answer.status_code == 200, answer.text
             pieces = re.findall(r'"(?:delta|reasoning_content|thinking|content|text)":\s*"([^"]*)"', answer.text)
             text = "".join(pieces)
-            assert "First END, then more." in text and "It is 4." in text, (path, stream, answer.text)
+            assert "First END, then" in text and "more: END." in text and "It is 4." in text, (
+                path,
+                stream,
+                answer.text,
+            )
             assert " of it" not in text, (path, stream, answer.text)
 
 

@@ -115,6 +115,12 @@ THOUGHTS = [
     (ThinkingForm(family="qwen3", calls="hermes", tools=("f",)), "<think>END", '<tool_call>{"name": "f"} '),
     (ThinkingForm(family="deepseek_v3", calls="mistral", tools=("f",)), "<think>END", "[TOOL_CALLS]f[ARGS]{}"),
     (ThinkingForm(family="mistral"), "[THINK]END[/THINK]", "It is 4."),
+    (ThinkingForm(family="qwen3"), "<think>hm</think>So <think>\n END </think> <think>END</think>\n", "It is 4. "),
+    (ThinkingForm(family="glm45"), "Well.\n<think>END</think>", " `<think>` it is 4, </think> "),
+    (ThinkingForm(family="kimi_k2"), "<think>hm</think></think><think>END</think>", "It is 4 <"),
+    (ThinkingForm(family="qwen3", calls="hermes", tools=("f",)), "So\n<think>END", '<tool_call>{"name": "f"} '),
+    (ThinkingForm(family="qwen3", only_first=True), "<think>END</think>", '"<think>END'),
+    (ThinkingForm(family="granite"), "Here is my thought process: END Here is my response:", " It is 4."),
     (
         ThinkingForm(family="harmony"),
         "<|channel|>analysis<|message|>END<|end|><|start|>assistant<|channel|>final<|message|>",

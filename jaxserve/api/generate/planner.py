@@ -451,6 +451,7 @@ class Planner:
             inside=parsers.think_tags.opened_by(rendered.text, prompt.continued),
             calls=parsers.tool or "",
             tools=() if offered is None else offered.names,
+            only_first=prompt.constraint is not None,
         )
 
     def _thinking_budget(
