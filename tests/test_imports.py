@@ -85,7 +85,7 @@ def imports(path: Path) -> list[str]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
             name = node.args[0]
-            found += [name.value] if isinstance(name, ast.Constant) else []
+            found += [str(name.value)] if isinstance(name, ast.Constant) else []
     return found
 
 

@@ -16,19 +16,24 @@ from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from ray import (
-    kill,  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-    remote,  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-    serve,  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+from ray import kill, remote, serve  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
+    BackPressureError,
+    DeploymentUnavailableError,
 )
-from ray.exceptions import (
-    RayActorError,  # pyright: ignore[reportMissingImports]
-    RayError,  # pyright: ignore[reportMissingImports]
-)
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.metrics import Gauge  # pyright: ignore[reportMissingImports]
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
-from ray.util import get_current_placement_group, get_node_ip_address, placement_group_table
+from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+from ray.util import (  # pyright: ignore[reportMissingImports]
+    get_current_placement_group,
+    get_node_ip_address,
+    placement_group_table,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 from starlette._utils import get_route_path
 from starlette.requests import Request

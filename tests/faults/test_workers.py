@@ -281,6 +281,7 @@ def test_threads_of_messages_are_continued_by_any_worker(server: RunningServer) 
             assert read >= prompt - CONFIG.page_size, "the prefix is computed again"
             prompt, thread = found, {"type": "continue", "previous_message_id": answer.json()["id"]}
     with client(server, "narrow-key") as http:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "And now?"}], "max_tokens": 8}
         answer = http.post("/v1/messages", json=body | {"thread": thread})
         assert (answer.status_code, answer.json()["error"]["details"]) == (404, {"error_code": "thread_not_found"})
     name = 'jaxserve:http_responses_total{method="POST",status="200"}'

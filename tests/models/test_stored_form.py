@@ -544,7 +544,7 @@ def test_what_is_needed_of_a_quantized_checkpoint_is_named(tmp_path: Path) -> No
         stored, _ = write(random_tensors(MODELS["llama"]), form)
         kept = {key: array for key, array in stored.items() if not key.endswith("qzeros")}
         with pytest.raises(ModelLoadError, match=r"missing: .*qzeros"):
-            load(write_checkpoint(tmp_path / form["quant_method"], hf_of("llama", form), kept), "stored")
+            load(write_checkpoint(tmp_path / str(form["quant_method"]), hf_of("llama", form), kept), "stored")
     with pytest.raises(ModelLoadError, match=f"unknown: {zero}"):
         biased = stored | {zero: np.full(64, 0.5, np.float16)}
         load(write_checkpoint(tmp_path / "bias", hf_of("llama", form), biased), "none")

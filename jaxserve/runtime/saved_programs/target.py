@@ -10,6 +10,7 @@ import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -117,7 +118,7 @@ def _lower(program: Program) -> jax.stages.Lowered:
     return jitted.trace(*program.args).lower(lowering_platforms=(platform,))
 
 
-def _device(program: Program) -> jax.Device:
+def _device(program: Program) -> Any:
     return jax.tree.leaves(program.out_shardings)[0].mesh.devices.flat[0]
 
 
