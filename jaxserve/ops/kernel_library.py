@@ -1,10 +1,8 @@
 """Compile the C kernels of `native` once, with the machine's C compiler, and cache the library. No jax here.
 
-Owns the file's location and name. The name is a hash of the sources, the jaxlib version and the processor, so a
-directory shared by several machines holds one library for each. A cached library needs no compiler.
-
-A checksum follows the library in its file. A file that a power cut left without some of its blocks would end the
-process that loads it, by a signal.
+The file's name is a hash of the sources, the jaxlib version and the processor, so a directory shared by several
+machines has one library for each. A cached library needs no compiler. A checksum follows the library in its file: if a
+power cut left a file without some of its blocks, loading it would kill the process.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ SOURCES = (  # the longest to compile first
 )
 # -Wno-psabi: vectors wider than the processor's registers are passed only between functions of one file.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
-# Timeout. A file takes at most two seconds of a processor, but all are compiled at once, beside whatever else runs:
+# Timeout. A file takes at most two seconds of a processor, but all are compiled at once, beside other programs:
 # with a tenth of a processor each of them takes minutes.
 COMPILE_SECONDS = 600.0
 _DIGEST = hashlib.sha256().digest_size  # bytes
@@ -68,7 +66,7 @@ def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
 
 
 def compile_ahead() -> None:
-    """Compile the library into the user's cache, if it is not there. Errors are left to the call that needs it."""
+    """Compile the library into the user's cache if it is missing. The call that needs it raises the errors."""
     with (
         contextlib.suppress(ConfigError, OSError),
         scratch_directory() as scratch,
@@ -94,7 +92,7 @@ def kept(cache: OpenDirectory, scratch: Path, flags: Sequence[str] = FLAGS) -> s
 def _locked(cache: int) -> Iterator[None]:
     descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=cache)
     try:
-        with contextlib.suppress(OSError):  # on a file system without locks each compiles its own
+        with contextlib.suppress(OSError):  # on a file system without locks each process compiles its own
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -118,7 +116,7 @@ def _is_sound(cache: int, name: str) -> bool:
 def _put(cache: int, name: str, made: Path) -> None:
     """Write the library and its checksum under a temporary name and rename the file.
 
-    So another process never sees half of it.
+    Another process therefore never sees half of it.
     """
     temporary = f".{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=cache)
@@ -148,7 +146,7 @@ def _compiler() -> list[str]:
 
 
 def _headers() -> str:
-    """Return what jax.ffi.include_dir does, without importing jax."""
+    """Return the same directory as jax.ffi.include_dir, without importing jax."""
     spec = find_spec("jaxlib")
     assert spec is not None and spec.origin is not None
     return str(Path(spec.origin).parent / "include")

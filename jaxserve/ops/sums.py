@@ -1,8 +1,8 @@
 """Sums over devices in the order of the devices, for deterministic mode.
 
-An all-reduce of more than two numbers adds them in an order that depends on the transport and on the place of a number
-in the array. A row's last bit would then depend on the rows beside it. A gather is exact, and the additions after it
-are the same operations on every device.
+An all-reduce of more than two values adds them in an order that depends on the transport and on a value's position in
+the array. A row's last bit would then depend on the rows beside it. A gather is exact, and the additions after it are
+the same operations on every device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sum_in_order(partial: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
 
 
 def on_each(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return function(x) of x [...], which every device computes from all of x, so that no sum in it is over devices.
+    """Return function(x) for x [...]. Every device computes it from all of x, so it sums nothing over devices.
 
     A sharding constraint is not enough: if the result is used in parts, the compiler splits the sum again.
     """

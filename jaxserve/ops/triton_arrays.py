@@ -1,7 +1,7 @@
-"""What every Pallas kernel for Triton needs: indices, masked loads, and products.
+"""Helpers for every Pallas kernel for Triton: indices, masked loads, and products.
 
-Triton takes only shapes that are powers of two; other sizes use masked loads and stores. Import this file only where a
-kernel is chosen: not every build of jax has Pallas' Triton modules.
+Triton accepts only shapes that are powers of two; other sizes use masked loads and stores. Import this file only where
+a kernel is chosen: not every build of jax has Pallas' Triton modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TENSOR_CORE_ROWS = 16  # fewest rows of a Triton dot
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Return the product [M, N] of two matrices in float32. float32 operands are not rounded to TF32.
 
-    contract: the axis of length K of a and that of b
+    contract: the axis of length K of a, and of b
     """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((contract[0],), (contract[1],)), ((), ()))

@@ -1,7 +1,8 @@
 """Linear layers: x @ W.T, in the formulation that is fastest on the platform.
 
-That is an XLA dot, or on a CPU the C kernel of `ops.native`. For quantised weights it is `few_bits` on a GPU and
-`few_bits_tpu` on a TPU, and `rounded` on both. Weights keep the checkpoint's layout, [out, in].
+It is an XLA dot, or on a CPU the C kernel of `ops.native`. For quantized weights it is `few_bits` on a GPU and
+`few_bits_tpu` on a TPU, and on both `rounded` if activations are quantized. Weights keep the checkpoint's layout,
+[out, in].
 docs/experiments/rejected.md has the measurements behind the choice.
 """
 
@@ -63,13 +64,13 @@ class Products:
     deterministic: a row's result depends on that row only. One formulation serves every T, and XLA's kernel for a
       single row is avoided because it sums in another order. Needs the options of runtime.compilation.compiler.
     native: use the C kernels for float32 activations. The caller has loaded `ops.native`, and the program runs on one
-      CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
-    few_bits: the platform whose kernel multiplies a quantised weight and few rows of 16-bit activations, unless
+      CPU. A bfloat16 or quantized weight gives the bits of the same values in float32.
+    few_bits: the platform whose kernel multiplies a quantized weight and few rows of 16-bit activations, unless
       deterministic. The program runs there.
-    rounded: the device for which activations are rounded, which is faster. cpu: with native, for weights that
-      `native.rounds` names. Others: for weights that `rounded.takes` names, unless deterministic.
-    experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA. tpu: the kernel for
-      bfloat16 activations, with weights in bfloat16 or quantised.
+    rounded: the device for which activations are quantized, which is faster. cpu: with native, for weights that
+      `native.rounds` accepts. Others: for weights that `rounded.takes` accepts, unless deterministic.
+    experts: the kernels that multiply the weights of experts; auto: the C kernel if `native`, else XLA. tpu: the kernel
+      for bfloat16 activations, with weights in bfloat16 or quantized.
     sharded: the program runs over several devices.
     XLA's formulations convert a weight of another form to x's dtype first.
     """
@@ -83,7 +84,7 @@ class Products:
 
     @property
     def in_order(self) -> bool:
-        """Whether sums over devices must be in the order of the devices."""
+        """Return whether sums over devices must be in the order of the devices."""
         return self.deterministic and self.sharded
 
     def __call__(
@@ -119,7 +120,7 @@ class Products:
         return self._widened(x, w, out_dtype)
 
     def _widened(self, x: jax.Array, w: Weight, out_dtype: DTypeLike) -> jax.Array:
-        """Multiply x as it is, by the numbers of w in x's dtype."""
+        """Multiply unrounded x by w, dequantized to x's dtype."""
         if self.few_bits and isinstance(w, Quantized) and (kernel := _kernel(self.few_bits)).takes(x):
             product = partial(sharded_few_bits.matmul, kernel.matmul) if self.sharded else kernel.matmul
             return product(x, w, out_dtype)
@@ -132,14 +133,14 @@ class Products:
         return self.rounded is not None and self.rounded != "cpu" and rounded.takes(w, self.rounded)
 
     def _rounded(self, x: jax.Array, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
-        """Multiply rounded rows. Over several devices a row's scales are those of one: the maxima are of all of K."""
+        """Multiply quantized rows. Their scales are the same on any number of devices: the maxima are over all of K."""
         if self.sharded:
             return sharded_few_bits.matmul(rounded.multiply, rounded.rounded(x, w), w, out_dtype)
         product = rounded.matmul_on_tpu if self.rounded == "tpu" else rounded.matmul
         return product(x, w, out_dtype)
 
     def _few_rounded(self, x: jax.Array, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
-        """Multiply few rounded rows. What all of a row shares multiplies the sums, as it does for many rows."""
+        """Multiply few quantized rows. A scale for a whole row multiplies the sums, as it does for many rows."""
         rows = rounded.rounded(x, w)
         if rows.scales.shape[1] > 1:
             return self._widened(rows.astype(x.dtype), w, out_dtype)
@@ -149,14 +150,14 @@ class Products:
     def whole(self, x: jax.Array, function: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
         """Return function(x) for x [...]; if `in_order`, every device computes it from all of x.
 
-        For what sums over an axis that may be split.
+        Use it for a function that sums over an axis that may be split.
         """
         return on_each(function, x) if self.in_order else function(x)
 
     def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | ExpertKernels | None:
-        """Return what multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
+        """Return the kernel that multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
 
-        The C kernel does not take all weights; Triton's do.
+        The C kernel does not accept all weights; Triton's kernels do.
         """
         if self.experts == "triton":
             return TritonExperts(one_size=self.deterministic)
@@ -177,7 +178,7 @@ def _added_in_order(x: jax.Array, w: Weight, out_dtype: DTypeLike, split: tuple[
     cut_of_w = jax.tree.map(lambda leaf: cut if leaf.shape[-1] > 1 else PartitionSpec(), w)  # not a row's only scale
 
     def local(x: jax.Array, w: Weight) -> jax.Array:
-        """Multiply what one device holds, x [T, its in] and w [out, its in], and add to the others' -> [T, out]."""
+        """Multiply one device's x [T, its in] by its w [out, its in], and add over the devices -> [T, out]."""
         return sum_in_order(_at_least_two_rows(x, w, jnp.float32), split)
 
     y = jax.shard_map(local, mesh=mesh, in_specs=(cut, cut_of_w), out_specs=PartitionSpec(), check_vma=False)(x, w)
@@ -199,7 +200,7 @@ def _kernel(platform: FewBits) -> ModuleType:
 
 
 def _for_tpu(w: Weight) -> bool:
-    """Return whether the TPU's kernel takes the weights of experts."""
+    """Return whether the TPU's kernel accepts the weights of experts."""
     return isinstance(w, Quantized) or w.dtype == jnp.bfloat16
 
 

@@ -1,7 +1,7 @@
-"""Codes of 8 and 4 bits as float32 numbers, inside the kernels for GPUs and TPUs.
+"""Dequantize 8-bit and 4-bit values to float32 inside the kernels for GPUs and TPUs.
 
-Two 4-bit values lie in a byte: the low halves of a block's 16 bytes are its first 16 numbers. A kernel therefore
-gets x in two halves, those that meet the low and those that meet the high ones.
+A byte has two 4-bit values: the low halves of a block's 16 bytes are its first 16 values. A kernel therefore gets x in
+two halves, for the low and for the high halves of bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxserve.ops.quantized import BLOCK, MIDDLE, e2m1
 
 
 def halves(x: jax.Array) -> jax.Array:
-    """Return the columns that meet low and high halves of bytes: x [T, K] -> [2, T, K / 2]."""
+    """Return the columns of x for the low and for the high halves of bytes: x [T, K] -> [2, T, K / 2]."""
     rows, depth = x.shape
     return x.reshape(rows, depth // BLOCK, 2, BLOCK // 2).transpose(2, 0, 1, 3).reshape(2, rows, depth // 2)
 
 
 def wide(values: jax.Array, scale: jax.Array, zero: jax.Array | None, *, mxfp4: bool) -> Iterator[jax.Array]:
-    """Yield the numbers of each half of a tile as float32 [N, C]: one for bytes, two for pairs of 4 bits.
+    """Yield the dequantized parts of a tile as float32 [N, C]: one for 8-bit values, two for pairs of 4-bit values.
 
-    values: [N, C] as `Quantized.values`. scale, zero: float32 [N, C], of each value's group. mxfp4: of E2M1 values.
+    values: [N, C] as `Quantized.values`. scale, zero: float32 [N, C], of each value's group. mxfp4: values are E2M1
     """
     for numbers in _numbers(values, mxfp4):
         if zero is not None:

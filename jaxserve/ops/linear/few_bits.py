@@ -1,10 +1,10 @@
-"""Linear layers with weights of 8 and 4 bits for NVIDIA GPUs, in Pallas lowered through Triton.
+"""Linear layers with quantized weights of 8 and 4 bits for NVIDIA GPUs, in Pallas lowered through Triton.
 
-One kernel for all forms of `ops.quantized`. A program reads a tile of values [outputs, numbers] as they are, turns them
-into the activations' dtype in registers, and multiplies them by the rows of x with float32 sums. Grid (rows, outputs,
-splits of K): programs that run together share a weight's tile. No wide weight is written to memory, so a product reads
-the bytes of its values and scales. XLA's form writes the wide weight and reads it again: 5 bytes a number instead of 1,
-see benchmarks/compiled. The numbers are those of `Quantized.astype`.
+One kernel serves all forms of `ops.quantized`. A program reads a tile of quantized values [outputs, values],
+dequantizes them to the activations' dtype in registers, and multiplies them by the rows of x with float32 sums. Grid
+(rows, outputs, splits of K): programs that run together share a weight's tile. A product reads only the bytes of
+quantized values and scales. XLA's form writes the dequantized weight to memory and reads it again: 5 bytes a weight
+instead of 1, see benchmarks/compiled. The dequantized values equal `Quantized.astype`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.ops.linear import codes
 from jaxserve.ops.quantized import Quantized, powers
 from jaxserve.ops.triton_arrays import dot, index_grid, load, mask_of
 
-# Rows of x. Each tile of 128 rows decodes the weight's values again, with some 6 instructions or 0.2 ps a value on an
+# Rows of x. Each tile of 128 rows dequantizes the weight again, with some 6 instructions or 0.2 ps a value on an
 # H200. Four tiles take as long as the 4 bytes a value that XLA's form writes and reads.
 MAX_ROWS = 512
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -31,7 +31,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a program: outputs, rows of x, bytes of a weight's row at a time, and how the compiler pipelines it."""
+    """Sizes of a program: outputs, rows of x, bytes of a weight's row at a time, and the compiler's pipelining."""
 
     outputs: int
     rows: int
@@ -40,19 +40,19 @@ class Tile:
     stages: int
 
 
-# By the most rows of x. More outputs share the rows' loads, which for 128 rows are more than the weight's.
+# By the largest number of rows of x. More outputs share the loads of rows, which for 128 rows exceed the weight's.
 _TILES = ((16, Tile(32, 16, 128, 4, 5)), (32, Tile(64, 32, 128, 4, 4)), (64, Tile(64, 64, 64, 4, 4)))
 _LARGE = Tile(128, 128, 64, 8, 3)
 _PROGRAMS = 264  # two for each of an H200's processors: K is split until there are so many
 
 
 def takes(x: jax.Array) -> bool:
-    """Return whether the kernel takes rows x [T, K]."""
+    """Return whether the kernel accepts rows x [T, K]."""
     return x.dtype in _DTYPES and x.shape[0] <= MAX_ROWS
 
 
 def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """Multiply x [T, K] by w [*out, K] transposed -> [T, *out] in `out_dtype`. interpret: slowly, on any device."""
+    """Multiply x [T, K] by w [*out, K] transposed -> [T, *out] in `out_dtype`. interpret: run slowly, on any device"""
     rows, shape, w = x.shape[0], w.shape[:-1], w.matrix()
     outputs, columns = w.values.shape
     tile = next((tile for most, tile in _TILES if rows <= most), _LARGE)
@@ -81,14 +81,14 @@ def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
 
 
 def _step(most: int, width: int) -> int:
-    """Return how many bytes of a row to take at a time: a power of two that divides a group, or some whole groups."""
+    """Return the bytes of a row to read at a time: a power of two that divides a group, or some whole groups."""
     if width & (width - 1):
         return min(most, width & -width)
     return most
 
 
 def _splits(programs: int, steps: int) -> int:
-    """Return into how many parts K is split: a power of two, with four steps or more for each."""
+    """Return the number of parts into which K is split: a power of two, with at least four steps for each."""
     splits = 1
     while programs * splits * 2 <= _PROGRAMS and steps >= 8 * splits:
         splits *= 2
@@ -129,6 +129,6 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, tile: Tile, step: int, width: 
 
 
 def _spread(shared: jax.Array, step: int) -> jax.Array:
-    """Repeat what groups share for their numbers: [outputs, groups] -> [outputs, step]."""
+    """Repeat each group's scale or zero for its values: [outputs, groups] -> [outputs, step]."""
     outputs, count = shared.shape
     return lax.broadcast_in_dim(shared, (outputs, count, step // count), (0, 1)).reshape(outputs, step)

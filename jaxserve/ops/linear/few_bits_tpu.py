@@ -1,13 +1,13 @@
-"""Linear layers with weights of 8 and 4 bits for TPUs, in Pallas lowered through Mosaic.
+"""Linear layers with quantized weights of 8 and 4 bits for TPUs, in Pallas lowered through Mosaic.
 
-One kernel for all forms of `ops.quantized`. Grid (outputs, pieces of K), the pieces one after the other. A program gets
-a tile of values [outputs, lanes] as they are, turns them into the activations' dtype in the chip's memory, and
-multiplies all rows of x by them, so that each value is read and widened once. No wide weight is written to HBM. XLA's
-form writes the wide weight and reads it again: 5 bytes a number instead of 1, see benchmarks/compiled. The numbers are
-those of `Quantized.astype`.
+One kernel serves all forms of `ops.quantized`. Grid (outputs, pieces of K), the pieces one after the other. A program
+gets a tile of quantized values [outputs, lanes], dequantizes them to the activations' dtype in the chip's memory, and
+multiplies all rows of x by them, so each value is read and dequantized once. XLA's form writes the dequantized weight
+to HBM and reads it again: 5 bytes a weight instead of 1, see benchmarks/compiled. The dequantized values equal
+`Quantized.astype`.
 
-Scales are read 128 groups at a time, as many as a register has lanes, and a gather along the lanes repeats each for the
-numbers of its group.
+Scales are read 128 groups at a time, as many as a register has lanes, and a gather along the lanes repeats each scale
+for the values of its group.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _FEW_ROWS = 128  # with so few a tile of 1 MiB hides the 0.3 us that a program o
 
 
 def takes(x: jax.Array) -> bool:
-    """Return whether the kernel takes rows x [T, K]."""
+    """Return whether the kernel accepts rows x [T, K]."""
     return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_TPU_ROWS
 
 
 def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """Multiply x [T, K] by w [*out, K] transposed -> [T, *out] in `out_dtype`. interpret: slowly, on any device.
+    """Multiply x [T, K] by w [*out, K] transposed -> [T, *out] in `out_dtype`. interpret: run slowly, on any device
 
-    Rows of values that are no multiple of 128 bytes are widened by XLA.
+    If a row of values is not a multiple of 128 bytes, XLA dequantizes it.
     """
     return multiply_as_kept(lambda matrix: _matmul(x, matrix, out_dtype, interpret), w)
 
@@ -109,5 +109,5 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, width: int, steps: int, mxfp4:
 
 
 def repeated(shared: jax.Array, group: jax.Array) -> jax.Array:
-    """Return what groups share for each lane: shared [outputs, 128], group int32 [outputs, 128] -> [outputs, 128]."""
+    """Return each lane's scale or zero: shared [outputs, 128], group int32 [outputs, 128] -> [outputs, 128]."""
     return jnp.take_along_axis(shared, group, axis=1, mode="promise_in_bounds")

@@ -1,13 +1,13 @@
 """Linear layers with activations and weights of 8 bits, both in groups of K, for Hopper in Pallas Mosaic GPU.
 
-Triton is no way here: Pallas cannot tell it that E4M3 may be summed in fewer bits than float32, and it then multiplies
-in float16.
+Triton cannot do this: Pallas cannot tell it that E4M3 may be summed in fewer bits than float32, so it would multiply in
+float16.
 
 Grid (outputs, rows): programs that run together share a weight's tile. A program has three warpgroups. The memory
-warpgroup copies tiles of 128 numbers of K, and their scales, into a ring buffer of `_STAGES` stages. The two others
-multiply from there by wgmma, 64 rows each, scale the product of each tile by those of its rows and outputs, and add it
-in float32. So E4M3, which wgmma sums in fewer bits, is summed so for 128 numbers only. While one of the two scales, the
-other multiplies. Nothing but the result is written.
+warpgroup copies tiles of 128 values of K, and their scales, into a ring buffer of `_STAGES` stages. The two others
+multiply from there by wgmma, 64 rows each, multiply each tile's product by the scales of its rows and outputs, and add
+it in float32. wgmma sums E4M3 in fewer bits, but here only over 128 values. While one of the two scales, the other
+multiplies. Only the result is written.
 
     memory    wait for stage free -> copy x, w and scales -> (hardware arrives at ready)
     compute   wait ready -> multiply -> arrive free -> scale and add
@@ -34,7 +34,7 @@ _COPIES = 4  # of a stage: x, w and the scales of both
 def matmul(x: Rounded, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
     """Multiply rows [T, K] by w [N, K] transposed -> [T, N] in `out_dtype`. N is a multiple of TILE_OUTPUTS.
 
-    x and w have the same groups, each a multiple of 128 numbers. interpret: slowly, on any device, with jax 0.11.
+    x and w have the same groups, each a multiple of 128 values. interpret: run slowly, on any device, with jax 0.11
     """
     rows, outputs = len(x.values), len(w.values)
     behind = -rows % _ROWS

@@ -1,10 +1,9 @@
-"""Products with weights of few bits over several devices: each multiplies the part of the weight that it holds.
+"""Products with quantized weights over several devices: each device multiplies its own part of the weight.
 
-For the kernels of `few_bits` and `few_bits_tpu`, and for `rounded`, whose rows were rounded by the maxima of all of K.
-
-The partitioner asks here how to split the product, because it cannot split a kernel. Outputs stay on the devices of
-their rows of the weight. Where the weight is split along K, each device multiplies its numbers, and the results are
-added over these devices in the result's dtype, as XLA adds those of a wide weight.
+It serves the kernels of `few_bits` and `few_bits_tpu`, and `rounded`, whose rows were quantized by the maxima over all
+of K. The partitioner asks here how to split the product, because it cannot split a kernel. Outputs stay on the devices
+of their rows of the weight. If the weight is split along K, each device multiplies its columns, and the results are
+added over these devices in the result's dtype, as XLA does for an unquantized weight.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ _Axes = str | tuple[str, ...] | None
 def matmul(product: Product, x: jax.Array | Rounded, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
     """Do `product` in a program over several devices: x [T, K], w [*out, K] -> [T, *out].
 
-    x: rows as the product takes them.
+    x: rows in the form that `product` accepts
     """
     shape, w = w.shape[:-1], w.matrix()
     leaves, form = jax.tree.flatten((x, w))
     of_x = jax.tree.structure(x).num_leaves
 
     def local(*leaves: jax.Array) -> jax.Array:
-        """Multiply what one device holds: leaves of x [T, ...] and of w [its N, ...] -> [T, its N]."""
+        """Multiply one device's leaves of x [T, ...] by its leaves of w [its N, ...] -> [T, its N]."""
         return product(*jax.tree.unflatten(form, leaves), out_dtype)
 
     partitioned = custom_partitioning(local)
-    # The leaves [T or N, numbers, bytes or groups] share K's factor, the groups: a device holds whole ones. Without
-    # groups it is K. What all of a row shares, one column, is never split.
+    # The leaves [T or N, values, bytes or groups] share K's factor, the groups: a device has whole groups. Without
+    # groups the factor is K. A leaf with one column, for a whole row, is never split.
     groups = min(leaf.shape[1] for leaf in leaves if leaf.shape[1] > 1)
     sizes: dict[str, Any] = {f"k{i}": leaf.shape[1] // groups for i, leaf in enumerate(leaves)}
     operands = [f"{'t' if i < of_x else 'n'} {_columns(f'k{i}', size)}" for i, size in enumerate(sizes.values())]
@@ -54,16 +53,16 @@ def matmul(product: Product, x: jax.Array | Rounded, w: Quantized, out_dtype: DT
 
 
 def _columns(name: str, size: int) -> str:
-    """Return the factors of a leaf's columns. name: of its numbers in a group. size: how many, 0 if all share one."""
+    """Return the factors of a leaf's columns. name: of its values in a group. size: their number; 0: one for all"""
     return f"(g {name})" if size > 1 else "g" if size else name
 
 
 def _partition(
     local: Callable[..., jax.Array], of_x: int, mesh: Mesh, args: Sequence[Any], _result: Any
 ) -> tuple[Mesh, Callable[..., jax.Array], NamedSharding, tuple[NamedSharding, ...]]:
-    """Return how each device computes its part, and how arguments and result are split: by the weight's values.
+    """Return the function for a device's part, and the shardings of arguments and result: the weight's values decide.
 
-    of_x: the first arguments, which are of x.
+    of_x: the first arguments, which belong to x
     """
     outputs, depth = _axes_of(args[of_x].sharding)
 

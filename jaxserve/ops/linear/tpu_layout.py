@@ -1,6 +1,6 @@
-"""The order in which XLA keeps weights on a TPU: an axis of few outputs, as that of gate and up, comes first.
+"""Multiplies by a weight in XLA's order on a TPU: an axis of few outputs, like gate and up, comes first.
 
-Nothing is padded so. Any other order would be a copy of the weight in every step.
+In this order nothing is padded. Any other order would copy the weight in every step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ SUBLANES = 32  # rows of bytes in a tile of the memory layout
 
 
 def multiply_as_kept(product: Callable[[Quantized], jax.Array], w: Quantized) -> jax.Array:
-    """Multiply T rows by w [*out, K] transposed, as it lies in memory -> [T, *out].
+    """Multiply T rows by w [*out, K] transposed, in its order in memory -> [T, *out].
 
-    product: multiplies them by a weight [N, K] -> [T, N].
+    product: multiplies the rows by a weight [N, K] -> [T, N]
     """
     if w.ndim > 2 and w.shape[-2] < SUBLANES:
         moved = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, -2, 0), w)

@@ -9,9 +9,9 @@ Rows (token, choice) are sorted by expert, so the rows of one expert are contigu
     tiles       each group is cut into tiles of TILE_ROWS rows; a tile is one dense product with its expert's weights
 
 On an NVIDIA GPU two Triton kernels run the tiles and read each expert's weights in place, see `triton`. On a TPU one
-kernel does for bfloat16 rows, see `tpu.takes`. On a CPU `product` is a C kernel that does. Without it a loop runs over
-the tiles in use there. What no kernel takes, and runtime.experts: xla, is lax.ragged_dot, which XLA makes a product of
-every row with every expert.
+kernel does so for bfloat16 rows, see `tpu.takes`. On a CPU `product` is a C kernel; without it a loop runs over the
+tiles in use. lax.ragged_dot serves if no kernel fits, and for runtime.experts: xla. XLA makes it a product of every row
+with every expert.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def moe(
     """Return the weighted sum of each token's experts: sum over k of weight * down(activation(gate(x), up(x))).
 
     x [T, D] -> [T, D] in x's dtype. The sum is float32.
-    product: multiplies rows sorted by expert, on one device; or the choice of kernels for a GPU or TPU; None: XLA does.
+    product: multiplies rows sorted by expert, on one device; or the kernels for a GPU or TPU; None: XLA multiplies.
     If the weights are sharded over the mesh axes "expert" or "tensor", it runs under shard_map: experts are split
     over "expert", F over "tensor", every device has all tokens, and one all-reduce ends it.
     in_order: add over devices in their order instead, see `ops.sums`.
@@ -142,7 +142,7 @@ def _local(
 
 
 def _by_rows(x: jax.Array, choices: Choices, experts: ExpertWeights, run: RowsFunction) -> jax.Array:
-    """Return each choice's weighted result: x [T, D] -> float32 [M, D]. A choice that is of no expert is undefined."""
+    """Return each choice's weighted result: x [T, D] -> float32 [M, D]. A choice without an expert is undefined."""
     rows = jnp.take(x, choices.order // choices.per_token, axis=0)
     weights = jnp.take(choices.weights, choices.order)
     out = run(rows, choices.sizes, experts).astype(jnp.float32) * weights[:, None]
@@ -209,7 +209,7 @@ def _expert(x: jax.Array, w: ExpertWeights, activation: Activation) -> jax.Array
 def kernels_of(name: str, platform: str) -> Literal["auto", "xla", "triton", "tpu"]:
     """Return the kernels that `runtime.experts` names, on a platform ("cpu", "gpu" or "tpu"). See `Products.experts`.
 
-    "auto" takes Triton's on a GPU, if this jax has them, and the kernel of a TPU there. Raises ConfigError if
+    "auto" means Triton's kernels on a GPU if this jax has them, and the TPU's kernel on a TPU. Raises ConfigError if
     "triton" cannot run here.
     """
     if name == "auto" and platform == "tpu":

@@ -6,11 +6,11 @@ chunks:
     rows        [ e0 e0 e0 e2 e5 e5 | e5 e5 e7 ... ]
     visits        e0       e2 e5      e5    e7          an expert and a chunk that has rows of it
 
-Grid (blocks of outputs, visits). A program gets a block of one expert's values as they are, turns those of few bits
-into the rows' dtype in the chip's memory, and multiplies the expert's rows of the chunk by them, a tile of rows at a
-time. An expert without rows is not read, and one with rows in one chunk is read and widened once. The numbers are those
-of `Quantized.astype`; a scale for all of an output's values multiplies the sum. Structure after the grouped product of
-MegaBlocks (arXiv 2211.15841), whose tiles of rows are visited once for each of their experts.
+Grid (blocks of outputs, visits). A program gets a block of one expert's values, dequantizes it to the rows' dtype in
+the chip's memory if it is quantized, and multiplies the expert's rows of the chunk by it, a tile of rows at a time. An
+expert without rows is not read. An expert with rows in one chunk is read and dequantized once. The dequantized values
+equal `Quantized.astype`; a scale for all of an output's values multiplies the sum. The structure follows the grouped
+product of MegaBlocks (arXiv 2211.15841), whose tiles of rows are visited once for each of their experts.
 
 XLA keeps gate and up [E, F, 2, D] in bfloat16 as pairs, one word of 32 bits each. The kernel separates them in the
 chip's memory, because any other order would be a copy of the weight in every step.
@@ -40,9 +40,9 @@ _SUBLANES = 32  # rows of bytes in a tile of the memory layout
 _WIDE_SUBLANES = 8  # the same of bfloat16, whose rows are pairs
 _ALIGN = 16  # the same of 16 bits: slices of rows start there
 _WEIGHT_BYTES = 1 << 20  # of a block of values, which hides the 0.3 us that a program of the grid costs
-# Of a block's numbers where rows are several chunks: each block of outputs reads all of them. With `one_size` always.
+# Bytes of a block if the rows are several chunks: each block of outputs reads all rows. With `one_size` always.
 _MANY_BYTES = 8 << 20
-_CHUNK_BYTES = 16 << 20  # of a chunk of rows: with more chunks an expert is read more often
+_CHUNK_BYTES = 16 << 20  # bytes of a chunk of rows: with more chunks an expert is read more often
 _CHUNK_ROWS = 1024
 _XLA_ROWS = 512  # of experts that XLA keeps last
 _MEMORY = 64 << 20  # of a program; a v5e and a v6e have 128 MiB, a v5p and a TPU7x 64
@@ -76,9 +76,9 @@ class GroupedBlocks:
 
 
 class Visits(NamedTuple):
-    """An expert and a chunk of rows of each visit, int32 [V], and which rows of the chunk are the expert's.
+    """An expert and a chunk of rows for each visit, int32 [V], and the range of the chunk's rows that are the expert's.
 
-    `end` is 0 for what is behind the last visit; that repeats its expert and chunk, so nothing is copied for it.
+    Entries after the last visit have `end` 0 and repeat its expert and chunk, so nothing is copied for them.
     """
 
     expert: jax.Array
@@ -103,16 +103,16 @@ class Visits(NamedTuple):
 
 
 def _most_visits(experts: int, rows: int, chunk: int) -> int:
-    """Return the most visits that so many rows can need, however they are spread over the experts."""
+    """Return the largest number of visits that so many rows can need, however they are spread over the experts."""
     return min(experts, rows) + pl.cdiv(rows, chunk) - 1
 
 
 def takes(rows: jax.Array, experts: ExpertWeights, kernels: TpuExperts) -> bool:
     """Return whether the kernel runs rows [M, D]: XLA's form is slower, or must not run them because of `one_size`.
 
-    XLA's form is faster for few rows if both weights are bfloat16 and it keeps them with the experts last, see
-    `_outputs_are_last`: the kernel's copy of them moves more than a product of every row with every expert. A quantised
-    weight XLA would widen in every step.
+    XLA's form is faster for few rows if both weights are bfloat16 and XLA keeps them with the experts last, see
+    `_outputs_are_last`: the kernel would copy them, which moves more bytes than a product of every row with every
+    expert. A quantized weight would be dequantized by XLA in every step.
     """
     count, outputs, depth = experts.down.shape
     last = count % TPU_LANES == 0 and outputs % TPU_LANES > 0 and depth % TPU_LANES > 0
@@ -125,7 +125,7 @@ def run_rows(
 ) -> jax.Array:
     """Run bfloat16 rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are undefined.
 
-    sizes: int32 [E], rows of each expert. The weights are bfloat16 or quantised.
+    sizes: int32 [E], rows of each expert. The weights are bfloat16 or quantized.
     """
     count = rows.shape[0]
     rows = jnp.pad(rows, ((0, -count % (TPU_LANES if kernels.one_size else _ALIGN)), (0, 0)))
@@ -146,7 +146,7 @@ def run_rows(
 def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts, *, pairs: bool = False) -> jax.Array:
     """Multiply bfloat16 x [M, K], sorted by expert, by weight [E, H, N, K] transposed -> [H, M, N].
 
-    M is a multiple of 16, with `one_size` of 128. sizes: int32 [E], rows of each expert; what follows is undefined.
+    M is a multiple of 16, with `one_size` of 128. sizes: int32 [E], rows of each expert; rows after them are undefined.
     pairs: the weight is bfloat16 [E, N, 2, K], K a multiple of 128.
     """
     heads, outputs = weight.shape[2:0:-1] if pairs else weight.shape[1:3]
@@ -159,7 +159,7 @@ def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts
     tiles = pl.cdiv(outputs, blocks.outputs)
 
     def of_expert(n: jax.Array, visit: jax.Array, expert: Any, *_: Any) -> tuple[Any, ...]:
-        """Return the block of values [E, H, N, C] that a program gets."""
+        """Return the block of values [E, H, N, C] that a program reads."""
         return expert[visit], lax.div(n, tiles), lax.rem(n, tiles), 0
 
     def outputs_last(n: jax.Array, visit: jax.Array, expert: Any, *_: Any) -> tuple[Any, ...]:
@@ -226,9 +226,9 @@ def _cost(x: jax.Array, weight: Weight, blocks: GroupedBlocks, programs: int) ->
 def _outputs_are_last(outputs: int, columns: int, sublanes: int) -> bool:
     """Return whether XLA keeps values [.., outputs, columns] with the outputs last.
 
-    It takes the order with the least padding to its tiles of `sublanes` x 128; any other would be a copy of the weight.
-    If neither axis fits the tiles and 128 divides the experts of a device, that is yet another order with the experts
-    last, and the weight is copied in every step: gpt-oss-120b, unless `mesh.expert` divides its 128 experts.
+    XLA takes the order with the least padding to its tiles of `sublanes` x 128; any other order copies the weight. If
+    neither axis fits the tiles and 128 divides the experts of a device, XLA puts the experts last, and the weight is
+    copied in every step: gpt-oss-120b, unless `mesh.expert` divides its 128 experts.
     """
 
     def padded(rows: int, lanes: int) -> int:
@@ -246,8 +246,8 @@ def _kernel(
     expert_ref, chunk_ref, first_ref, end_ref,  # `Visits`
     x_ref,  # [1, chunk, K], of 4 bits [2, chunk, K / 2]
     values_ref,  # [outputs, C], C = K or K / 2; [C, outputs] if transposed; of pairs [1, outputs, 2, K]
-    # Of few bits: scales [groups, outputs], and zeros if there are any. Of all: the result [1, chunk, outputs], or of
-    # pairs [2, chunk, outputs]. Of few bits: wide numbers [1 or 2, ..] as the values; of pairs halves [2, outputs, K].
+    # If quantized: scales [groups, outputs], and zeros if there are any. Always: the result [1, chunk, outputs], for
+    # pairs [2, chunk, outputs]. If quantized: dequantized values [1 or 2, ..]; for pairs halves [2, outputs, K].
     *refs,
     tile: int, transposed: bool, width: int,
 ) -> None:  # fmt: skip
@@ -289,7 +289,7 @@ def _kernel(
 def _separate(values_ref, halves_ref) -> None:
     """Write the halves of pairs [1, outputs, 2, K] to halves_ref [2, outputs, K], both bfloat16.
 
-    XLA keeps the two numbers of a pair in one word of 32 bits, the first in the low half.
+    XLA keeps the two values of a pair in one word of 32 bits, the first in the low half.
     """
     _, outputs, _, columns = values_ref.shape
     steps = columns // TPU_LANES
@@ -302,15 +302,15 @@ def _separate(values_ref, halves_ref) -> None:
 
 
 def _widen(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxfp4: bool) -> None:
-    """Write the numbers of values [outputs, C] to wide_ref [1 or 2, outputs, C].
+    """Dequantize values [outputs, C] to wide_ref [1 or 2, outputs, C].
 
-    shared: scales and zeros [groups, outputs], if there are any. width: values that share one.
+    shared: scales and zeros [groups, outputs], if there are any. width: values that share a scale
     """
     outputs, columns = values_ref.shape
     shared = [each.T for each in shared]
     for first in range(0, columns, TPU_LANES):
         own = slice(first, min(first + TPU_LANES, columns))
-        # As many groups are read at a time as a register has lanes. No piece of so many values has groups of two reads.
+        # As many groups are read at a time as a register has lanes. A piece's groups are all in one such read.
         read = first // (width * TPU_LANES) * TPU_LANES
         group = (first + lax.broadcasted_iota(jnp.int32, (outputs, TPU_LANES), 1)) // width - read
         some = [repeated(each[:, read : read + TPU_LANES], group)[:, : own.stop - first] for each in shared]
@@ -318,7 +318,7 @@ def _widen(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxf
 
 
 def _widen_transposed(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxfp4: bool) -> None:
-    """Do what `_widen` does for values [C, outputs] and wide_ref [1 or 2, C, outputs]."""
+    """Dequantize values [C, outputs] to wide_ref [1 or 2, C, outputs], as `_widen` does."""
     columns, outputs = values_ref.shape
     together = 1 if width % _SUBLANES == 0 else 8  # groups at a time
     for first in range(0, columns, together * width):
@@ -332,7 +332,7 @@ def _widen_transposed(values_ref, shared: Sequence[jax.Array], wide_ref, width: 
 
 
 def _write(values: jax.Array, shared: Sequence[jax.Array], wide_ref, mxfp4: bool) -> None:
-    """Write the numbers of values [A, B], by `shared` scales and zeros [A, B] if any, to wide_ref [1 or 2, A, B]."""
+    """Dequantize values [A, B] by `shared`, scales and maybe zeros [A, B], to wide_ref [1 or 2, A, B]."""
     scale, zero = (*shared, None, None)[:2]
     scale = jnp.ones((), jnp.float32) if scale is None else scale
     for half, numbers in enumerate(codes.wide(values, scale, zero, mxfp4=mxfp4)):

@@ -1,15 +1,13 @@
-"""Experts on NVIDIA GPUs in Pallas, lowered through Triton: rows sorted by expert, weights read as they lie.
+"""Experts on NVIDIA GPUs in Pallas, lowered through Triton: rows sorted by expert, weights read in place.
 
-Owns two kernels. A program of either takes a tile of one expert's rows and a block of its weight's rows:
+There are two kernels. A program of either takes a tile of one expert's rows and a block of its weight's rows:
     moe_gate_up   gate and up, biases and activation: x [T, D] -> [M, F], in the order of the experts
     moe_down      down, bias and the routing weight: [M, F] -> [M, D], in the order of the choices
 
-An expert without rows is not read. Weights of few bits are unpacked in registers, see `triton_weights`.
+An expert without rows is not read. Quantized weights are dequantized in registers.
 
-Products with a weight's rows as they lie in memory, for Triton: wide, or in few bits that registers unpack.
-
-A step along a row is a power of two of numbers. In 4 bits the low halves of 16 bytes are the first 16 of 32 numbers, so
-a step is two products, one of the low halves and one of the high ones, and no register changes its place.
+A step along a row is a power of two of values. Of 4-bit values the low halves of 16 bytes are the first 16 of 32, so a
+step is two products, one for the low and one for the high halves, and no value moves to another register.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, 
 
 @dataclass(frozen=True)
 class Form:
-    """How a weight [E, rows, depth] is held, and the numbers of a step along its rows."""
+    """The form of a weight [E, rows, depth] in memory, and the number of values in a step along its rows."""
 
     depth: int
     step: int
-    group: int = 0  # numbers that share a scale; 0: there are no scales
+    group: int = 0  # values that share a scale; 0: there are no scales
     packed: bool = False
     mxfp4: bool = False
     zeros: bool = False
 
     @classmethod
     def of(cls, weight: jax.Array | Quantized, step: int) -> Form:
-        """Return the form of a weight [E, N, K]. The step is at most `step` and divides K; 32 if no more does."""
+        """Return the form of a weight [E, N, K]. The step divides K and is at most `step`, at least 32."""
         depth = weight.shape[-1]
         step = max(BLOCK, math.gcd(step, depth))
         if not isinstance(weight, Quantized):
@@ -57,12 +55,12 @@ class Form:
 
     @property
     def one_scale(self) -> bool:
-        """Whether one scale is for all numbers of a step: it multiplies their sum, which is fewer numbers."""
+        """Return whether a step has one scale for a row: it then multiplies the sum, which is less work."""
         return self.group >= self.step and not self.mxfp4
 
     @property
     def limit(self) -> int | None:
-        """The limit for masks of columns, None if whole steps make the depth."""
+        """Return the limit for masks of columns, None if the depth is a multiple of the step."""
         return self.depth if self.depth % self.step else None
 
 
@@ -78,14 +76,14 @@ class SomeRows(NamedTuple):
 
 
 class _Factor(NamedTuple):
-    """Scales and zeros of the numbers of a step, float32 [rows, groups]; None: there are none."""
+    """Scales and zeros of the values of a step, float32 [rows, groups]; None: there are none."""
 
     scale: jax.Array | None
     zero: jax.Array | None
 
     @property
     def by_row(self) -> jax.Array:
-        """The scales [rows], if a step has one group."""
+        """Return the scales [rows], if a step has one group."""
         assert self.scale is not None
         return self.scale.reshape(-1)
 
@@ -117,13 +115,13 @@ def add_products(
 
 
 def _stored_columns(index: jax.Array, form: Form) -> jax.Array:
-    """Return where the values of step `index` are in a row: int32 [step], of 4 bits [step / 2]."""
+    """Return the columns of the values of step `index` in a row: int32 [step], of 4 bits [step / 2]."""
     size = form.step // 2 if form.packed else form.step
     return index * size + jnp.arange(size, dtype=jnp.int32)
 
 
 def _pieces(index: jax.Array, form: Form) -> list[tuple[jax.Array, int]]:
-    """Return the columns of x for the products of step `index`: all; of 4 bits those of the low and the high halves."""
+    """Return the columns of x for the products of step `index`: one array; for 4 bits two, for low and high halves."""
     if not form.packed:
         return [(_stored_columns(index, form), 0)]
     byte = jnp.arange(form.step // 2, dtype=jnp.int32)
@@ -146,13 +144,13 @@ def _factor(factors: Sequence[Any], expert: jax.Array, rows: jax.Array, index: j
 
 
 def _numbers(raw: jax.Array, half: int, factor: _Factor, form: Form, dtype: jnp.dtype) -> jax.Array:
-    """Return the numbers of stored values [rows, n] in x's dtype, with their scale unless `form.one_scale`."""
+    """Dequantize stored values [rows, n] to x's dtype, without their scale if `form.one_scale`."""
     if not form.group or (form.one_scale and not form.packed and factor.zero is None):
         return raw.astype(dtype)
     if form.packed:
         raw = (raw >> 4 if half else raw & 15).astype(jnp.int32)
     if form.mxfp4:
-        # The bits of E2M1 in a float16 are the number times 2^-14; its conversion takes the subnormal one exactly.
+        # The bits of E2M1 in a float16 are the value times 2^-14; its conversion is exact for the subnormal one too.
         bits = ((raw & 7) << 9 | (raw & 8) << 12).astype(jnp.uint16)
         wide = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
     else:
@@ -165,7 +163,7 @@ def _numbers(raw: jax.Array, half: int, factor: _Factor, form: Form, dtype: jnp.
 
 
 def _by_column(x: jax.Array, columns: int) -> jax.Array:
-    """Repeat each group's number: [rows, groups] -> [rows, columns], or [rows, 1]."""
+    """Repeat each group's scale or zero: [rows, groups] -> [rows, columns], or [rows, 1]."""
     rows, groups = x.shape
     if groups == 1:
         return x
@@ -196,7 +194,7 @@ class Blocks:
         return cls(tile, 128, 64, 4 if tile == 64 else 8, 4)
 
     def tiles(self, rows: int, experts: int) -> int:
-        """Return the most tiles that so many rows can need, however they are spread over the experts."""
+        """Return the largest number of tiles that so many rows can need, however they are spread over the experts."""
         return min(rows, experts) + rows // self.rows
 
 
@@ -223,7 +221,7 @@ class Tiles(NamedTuple):
 def run_choices(
     x: jax.Array, choices: Choices, experts: ExpertWeights, *, activation: Activation, kernels: TritonExperts
 ) -> jax.Array:
-    """Return each choice's weighted result: x [T, D] -> [M, D]. A choice that is of no expert is undefined.
+    """Return each choice's weighted result: x [T, D] -> [M, D]. A choice without an expert is undefined.
 
     The results are in x's dtype, the sums and the activation in float32.
     """
@@ -274,7 +272,7 @@ def _place(columns: int, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 class _Rows(NamedTuple):
-    """A tile's rows int32 [tile], and which exist. Those that do not repeat the last."""
+    """A tile's rows int32 [tile], and whether each exists. A row that does not exist repeats the last."""
 
     place: jax.Array
     live: jax.Array
@@ -343,6 +341,6 @@ def _down_kernel(
 
 def _store(out_ref, rows: _Rows, place: jax.Array, columns: jax.Array, values: jax.Array) -> None:
     """Store values float32 [tile, columns] of the rows that exist at place int32 [tile], where there are columns."""
-    # No two rows have one place, also none that is not stored: Pallas' interpreter would write that one's old value.
+    # All rows have different places, even those that are not stored: Pallas' interpreter would write their old values.
     own = index_grid(jnp.where(rows.live, place, out_ref.shape[0]), columns)
     plt.store(out_ref.at[own], values.astype(out_ref.dtype), mask=mask_of(own, out_ref.shape))

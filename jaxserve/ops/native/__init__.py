@@ -29,7 +29,7 @@ _MATMUL, _MATMUL_FEW = "jaxserve_matmul", "jaxserve_matmul_few"
 _ATTEND, _ATTEND_PROMPTS = "jaxserve_attend", "jaxserve_attend_prompts"
 _ROUNDED, _ROUNDED_FEW = "jaxserve_matmul_rounded", "jaxserve_matmul_rounded_few"
 _GROUPED, _GROUPED_FEW = "jaxserve_matmul_grouped", "jaxserve_matmul_grouped_few"
-FEW = 8  # tokens that matmul_few takes at most
+FEW = 8  # largest number of tokens that matmul_few accepts
 ROUNDED_FORMS = ("bfloat16", "int8", "uint8")  # values of weights whose products round activations; uint8: 4 bits
 HEAD_DIM_STEP = 16  # head_dim must be a multiple of this
 
@@ -52,9 +52,9 @@ def load() -> ctypes.CDLL:
 
 
 def can_round(dtype: jnp.dtype) -> bool:
-    """Return whether `matmul_rounded` takes weights whose values have this dtype, on this processor.
+    """Return whether `matmul_rounded` accepts weights whose values have this dtype, on this processor.
 
-    int8, and uint8 with two numbers of 4 bits in each, need AVX2 or NEON's dot products. bfloat16 needs AVX512_BF16
+    int8, and uint8 with two 4-bit values in each, need AVX2 or NEON's dot products. bfloat16 needs AVX512_BF16
     and AVX512_VNNI.
     """
     has = load().jaxserve_rounds()
@@ -87,14 +87,14 @@ Weight = jax.Array | Quantized
 
 
 def takes(w: Weight) -> bool:
-    """Return whether the products take a weight of this form."""
+    """Return whether the products accept a weight of this form."""
     return isinstance(w, Quantized) or w.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def matmul(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply x float32 [T, K] by w [N, K] transposed -> float32 [T, N]. A row's bits do not depend on T.
 
-    w is float32, bfloat16 or quantised. The bits are those of the same numbers in float32.
+    w is float32, bfloat16 or quantized. The result has the same bits as with the same weights in float32.
     """
     return _product(_MATMUL, x, w)
 
@@ -109,18 +109,18 @@ def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
 
 
 def rounds(w: Weight) -> bool:
-    """Return whether `matmul_rounded` takes this weight, on this processor."""
+    """Return whether `matmul_rounded` accepts this weight, on this processor."""
     if isinstance(w, Quantized):
         return can_round(w.values.dtype) and not w.mxfp4 and w.group % BLOCK == 0
     return can_round(w.dtype) and w.shape[-1] % 2 == 0
 
 
 def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
-    """Do `matmul` with each row of x float32 [T, K] rounded first -> float32 [T, N], about twice as fast or more.
+    """Do `matmul` with each row of x float32 [T, K] rounded first -> float32 [T, N], at least about twice as fast.
 
-    For a bfloat16 weight x is rounded to bfloat16. For one in 8 or 4 bits it is rounded to 8 bits, with a scale for
-    each group of at most 128 numbers. The caller has checked `rounds`. few: for up to FEW rows faster, with AVX2 alone
-    for up to 4, with sums in another order.
+    For a bfloat16 weight x is rounded to bfloat16. For an 8-bit or 4-bit weight it is quantized to 8 bits, with a scale
+    for each group of at most 128 values. The caller has checked `rounds`. few: faster for up to FEW rows (with AVX2
+    alone up to 4), with sums in another order.
     """
     assert rounds(w)
     return _product(_ROUNDED_FEW if few and x.shape[0] <= FEW else _ROUNDED, x, w)
@@ -129,8 +129,8 @@ def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
 def matmul_grouped(x: jax.Array, w: Weight, sizes: jax.Array, *, few: bool) -> jax.Array:
     """Multiply each row of x float32 [T, K] by its group's w [E, N, K] transposed -> float32 [T, N].
 
-    The rows of a group are contiguous, in the order of the groups; sizes int32 [E] counts them. Rows of x behind the
-    last group's give 0. few: groups of at most FEW rows have the speed and the bits of `matmul_few`.
+    The rows of a group are contiguous, in the order of the groups; sizes int32 [E] counts them. Rows of x after the
+    last group give 0. few: groups of at most FEW rows have the speed and the bits of `matmul_few`.
     """
     groups, rows, _ = w.shape
     flat = w.matrix() if isinstance(w, Quantized) else w.reshape(groups * rows, -1)
@@ -148,7 +148,7 @@ def _call(name: str, x: jax.Array, w: Weight, rows: int, *behind: jax.Array) -> 
 
 
 class PagedContext(NamedTuple):
-    """What the rows of a layer attend to.
+    """The context that the rows of a layer attend to.
 
     cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32, bfloat16 or its bits in uint16, or
       with scales float32 [P, 2, page_size, KH] int8, float8_e4m3fn or its bits in uint8.

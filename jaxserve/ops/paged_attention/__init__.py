@@ -44,7 +44,7 @@ def get_backend(name: str, platform: str) -> Backend:
 
 
 def backend_names(platform: str) -> list[str]:
-    """Return the names of the backends that are made for a platform."""
+    """Return the names of the backends that serve a platform."""
     return [name for name, (_, _, platforms) in _BACKENDS.items() if not platforms or platform in platforms]
 
 

@@ -1,6 +1,6 @@
 """The interface of attention backends, and the page layout of the reference and the NVIDIA GPU backends.
 
-Defines the metadata of a ragged batch, the static description of a layer and the interleaved layout. Has no kernel.
+It defines the metadata of a ragged batch, the static description of a layer and the interleaved layout. No kernel.
 
 A batch has R rows and T packed query tokens. Row r owns the tokens [cu_q_lens[r], cu_q_lens[r + 1]). It sees the
 first kv_lens[r] tokens of its pages, the last of which are its own new tokens:
@@ -50,8 +50,8 @@ class AttentionSpec:
     """The static description of a layer's attention. Hashable. Scores are multiplied by `scale`.
 
     With `sliding_window` w, a token at position p sees the positions [p - w + 1, p]. With `soft_cap` c, a score s
-    becomes c * tanh(s / c), after the scale and before the mask. With `value_columns` n, only the first n columns of V
-    are wanted: a backend may return only these, [T, N, n].
+    becomes c * tanh(s / c), after the scale and before the mask. With `value_columns` n, the caller needs only the
+    first n columns of V, and a backend may return only these, [T, N, n].
     """
 
     scale: float
@@ -63,7 +63,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ProjectedHeads:
-    """What a layer's projection to q, k and v gave, and what is still to be done to it before attention.
+    """A layer's projection to q, k and v, with the norm and the rotation that must still be applied before attention.
 
     norms: weights [D] of the RMSNorm of each query and of each key head, in float32 multiplied by x / rms(x) after
     `offset` is added. table: cos and sin of the rotation, float32 [T, r / 2], see `models.rope`.
@@ -80,7 +80,7 @@ class ProjectedHeads:
 class Heads(NamedTuple):
     """A layer's q [T, N, D], k and v [T, KH, D], ready for attention.
 
-    projected: the same before norm and rotation, for a backend that does both itself; None: there is no such form
+    projected: the same before norm and rotation, for a backend that does both itself; None: not available
     """
 
     q: jax.Array
@@ -108,7 +108,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """The backend's name in the configuration."""
+        """Return the backend's name in the configuration."""
         ...
 
     def cache_shape(
@@ -131,7 +131,7 @@ class Backend(Protocol):
         ...
 
     def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """Return the dtype of the array that holds pages of a dtype: unsigned integers if it holds their bits."""
+        """Return the dtype of the array that stores pages of a dtype: unsigned integers if it stores their bits."""
         ...
 
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:

@@ -11,18 +11,12 @@ A program has two warpgroups. The memory warpgroup copies K and V of a tile, pag
     memory    wait for stage free -> copy K, V -> (hardware arrives at k_ready, v_ready)
     compute   wait k_ready -> scores -> arrive k_free -> softmax -> wait v_ready -> add values -> arrive v_free
 
-Pages of 8 bits are copied as they are, and the scales of a page's tokens with them. The compute warpgroup converts the
-values of a tile to q's dtype, which is exact, and writes them to shared memory for wgmma. The scales multiply the
-scores and the weights, which are fewer numbers than K and V.
+8-bit pages are copied unconverted, with the scales of a page's tokens. The compute warpgroup converts the values of a
+tile to q's dtype, which is exact, and writes them to one tile in shared memory for wgmma. The scales multiply the
+scores and the weights, which have fewer elements than K and V.
 
-What the Mosaic kernel of attention does for pages of 8 bits: shared memory, conversion and scales of a tile.
-
-A tile's values are converted on their way from the stages to one tile in q's dtype, from which wgmma multiplies.
-
-The layout of pages whose scales are contiguous: those of a page's tokens, for one head.
-
-Values have the interleaved layout. Scales are [P, 1, 2 * KH, page_size], or [P, 1, KH, page_size] if V is K, so that a
-kernel can copy a page's scales of a head as one block.
+Values have the interleaved layout. Scales are [P, 1, 2 * KH, page_size], or [P, 1, KH, page_size] if V is K
+(PageScalesLayout), so that a kernel can copy a page's scales of a head as one block.
 """
 
 from __future__ import annotations
@@ -51,14 +45,14 @@ COPY_ALIGN = 128  # bytes: where the tensor memory accelerator may write in shar
 def scales_in_flight(stages: int, pages: int, kept: int, page_size: int) -> Any:
     """Return the shared memory of scales, float32 [stages, pages of a tile, rows, page_size].
 
-    A page has at least the rows that make COPY_ALIGN bytes. Those after the `kept` ones of K and V are not used.
+    A page has at least as many rows as make COPY_ALIGN bytes. Rows after the `kept` rows of K and V are not used.
     """
     rows = max(kept, COPY_ALIGN // (4 * page_size))
     return plgpu.SMEM((stages, pages, rows, page_size), jnp.float32)
 
 
 def widen(tile, wide) -> None:
-    """Convert the values of a tile, int8 or E4M3 [tile, D] in shared memory, to those of `wide`. Exact."""
+    """Convert the values of a tile, int8 or E4M3 [tile, D] in shared memory, to the dtype of `wide`, exactly."""
     values = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)  # pyright: ignore[reportCallIssue]
     if values.dtype != jnp.int8:  # E4M3 becomes bfloat16 by way of float32
         values = values.astype(jnp.float32)
@@ -69,7 +63,7 @@ def widen(tile, wide) -> None:
 def column_scales(pages, row: int, first: jax.Array, is_live: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Return the scales float32 [tile] of K (row 0) or V, one for each column of wgmma's result.
 
-    pages: a stage of `scales_in_flight`. first: the place of the tile's first token in the context, int32 [].
+    pages: a stage of `scales_in_flight`. first: the position of the tile's first token in the context, int32 [].
     A token that is not live has 0: its page may hold another request's NaN.
     """
     num_pages, _, page_size = pages.shape
@@ -80,7 +74,7 @@ def column_scales(pages, row: int, first: jax.Array, is_live: Callable[[jax.Arra
 
 
 class PageScalesLayout(InterleavedLayout):
-    """See the module docstring. Wide pages are `InterleavedLayout`'s."""
+    """The layout of 8-bit pages, see the module docstring. Other pages have `InterleavedLayout`."""
 
     def scale_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
@@ -122,7 +116,7 @@ SWIZZLE = 128  # bytes: 64 columns of 16 bits, so head_dim is a multiple of 64
 
 @dataclass(frozen=True)
 class MosaicTuning:
-    """Tokens per tile, tiles in flight, and tokens per split. programs: how many should fill the GPU."""
+    """Tokens per tile, tiles in flight, and tokens per split. programs: the number that should fill the GPU"""
 
     tile: int = 64
     stages: int = 4
@@ -132,7 +126,7 @@ class MosaicTuning:
     def shared_bytes(self, head_dim: int) -> int:
         """Return the bytes of a program's shared memory: K and V in flight, queries, output, weights and sums.
 
-        From two stages on pages of 8 bits need no more, but for their scales: half the bytes in flight, and one tile.
+        From two stages on, 8-bit pages need no more, except for their scales: half the bytes in flight, and one tile.
         """
         rows = 2 * self.stages * self.tile + 2 * ROWS
         scales = self.stages * self.tile // HEAD_ALIGN * COPY_ALIGN
@@ -191,7 +185,7 @@ def _require(held: bool, what: str) -> None:
 
 
 class _Blocks(NamedTuple):
-    """Blocks of queries, int32 [B] each: the row, the position of the first token, the end of what the block sees."""
+    """Blocks of queries, int32 [B] each: the row, the position of the first token, the end of the visible context."""
 
     row: jax.Array
     first: jax.Array
@@ -279,7 +273,7 @@ def _attend_blocks(
 
 
 def _tiled(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
-    """Return the layout in shared memory of rows of `columns` numbers: swizzled by as many bytes as divide a row."""
+    """Return the layout in shared memory of rows of `columns` elements: swizzled by as many bytes as divide a row."""
     swizzle = SWIZZLE if columns * dtype.itemsize % SWIZZLE == 0 else SWIZZLE // 2
     return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
 
@@ -287,7 +281,7 @@ def _tiled(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
 def _kernel(  # noqa: C901  three warpgroups of one kernel
     q_ref,  # [B, KH, M, D], M = tokens of a block * G, rounded up to a multiple of HEAD_ALIGN
     kv_ref,  # [P, page_size, 2 * KH, D], or [P, page_size, KH, D] if V is K
-    scales_ref,  # float32, see PageScalesLayout; None: the pages are wide
+    scales_ref,  # float32, see PageScalesLayout; None: the pages have no scales
     table_ref,  # int32 [R, max_pages]
     row_ref,  # int32 [B], as the next two: see _Blocks
     first_ref,
@@ -332,12 +326,12 @@ def _kernel(  # noqa: C901  three warpgroups of one kernel
         return wide_smem
 
     def is_live(place: jax.Array) -> jax.Array:
-        """Return whether a query of the block may see places of the context, int32 [...]."""
+        """Return whether a query of the block may see positions of the context, int32 [...]."""
         live = place < end
         return live if spec.sliding_window is None else live & (place >= oldest)
 
     def by_scales(numbers: jax.Array, step: jax.Array, row: int) -> jax.Array:
-        """Multiply numbers [64, tile] by the scales of a tile's tokens, those of K (row 0) or of V."""
+        """Multiply values [64, tile] by the scales of a tile's tokens, of K (row 0) or of V."""
         if scales_ref is None:
             return numbers
         first = (begin + step) * tile

@@ -1,7 +1,7 @@
 """Paged attention on a CPU: the C kernels of ops/native, one for rows of one token and one for rows of several.
 
 Layout and writes are the XLA backend's, and so is attention for head sizes and cache dtypes that the kernels do not
-take. The kernels are batch-invariant: a row's bits depend on that row only.
+support. The kernels are batch-invariant: a row's bits depend on that row only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NativeBackend(XlaBackend):
     def decode(self, layer: TiledLayer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
         """Attend rows of one token: q float32 [R, N, D], scaled; kv_lens int32 [R] -> float32 [R, N, D].
 
-        Falls back to XLA for head sizes and cache dtypes that the kernel does not take.
+        It falls back to XLA for head sizes and cache dtypes that the kernel does not support.
         """
         if not _takes(layer):
             return super().decode(layer, q, kv_lens, alone=alone)
@@ -37,7 +37,7 @@ class NativeBackend(XlaBackend):
     def extend(self, layer: TiledLayer, q: jax.Array, rows: Rows) -> jax.Array:
         """Attend the rows of two or more tokens: q float32 [T, N, D], scaled -> float32 [T, N, D], else zeros.
 
-        Falls back to XLA as `decode` does.
+        It falls back to XLA as `decode` does.
         """
         if not _takes(layer):
             return super().extend(layer, q, rows)

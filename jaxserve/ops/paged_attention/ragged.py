@@ -1,7 +1,7 @@
 """Work lists of a ragged batch: the blocks of queries, and the rows that have only one token.
 
-Computed on the device from AttentionMetadata. They are the same for every layer, so XLA computes them once per step.
-Backends import this file; it knows none of them.
+They are computed on the device from AttentionMetadata. They are the same for every layer, so XLA computes them once per
+step. Backends import this file; it knows none of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows_of(metadata: AttentionMetadata) -> Rows:
 
 
 def max_blocks(num_tokens: int, num_rows: int, block: int, min_tokens: int) -> int:
-    """Return the most blocks that `num_tokens` tokens can need, however they are spread over the rows.
+    """Return the largest number of blocks that `num_tokens` tokens can need, however they are spread over the rows.
 
     At most `num_rows` rows have `min_tokens` or more tokens; only those are cut into blocks.
     """

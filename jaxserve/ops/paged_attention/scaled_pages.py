@@ -1,10 +1,10 @@
-"""Pages of 8 bits: K and V as int8 or FP8 with a scale for each token and head. A backend holds them in its own layout.
+"""8-bit pages: K and V as int8 or FP8 with a scale for each token and head. A backend stores them in its own layout.
 
-A number is value * scale, computed in float32. The scale is the row's largest magnitude over the format's largest
-number, so what is stored of a token depends on that token only.
+An element is value * scale, computed in float32. The scale is the row's largest magnitude over the format's largest
+value, so a token's stored values depend on that token only.
 
-An array of unsigned integers holds the bits of bfloat16 or FP8. XLA on a CPU has no gather and scatter of those: it
-converts the whole array to float32 and back, 3.2 s for one row of 625 MiB.
+An array of unsigned integers can store the bits of bfloat16 or FP8. XLA on a CPU has no gather and scatter for these
+dtypes: it converts the whole array to float32 and back, 3.2 s for one row of 625 MiB.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# The largest number of each format that is used. E4M3 has no infinity, and rounds what is above 464 to NaN.
+# The largest value of each format that is used. E4M3 has no infinity, and rounds values above 464 to NaN.
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype("uint16"), jnp.dtype(jnp.float8_e4m3fn): jnp.dtype("uint8")}
 _NUMBERS = {bits: numbers for numbers, bits in BITS.items()}
-SMALLEST = 2.0**-126  # a scale below is subnormal, which some devices take for 0: the row becomes 0
+SMALLEST = 2.0**-126  # a smaller scale is subnormal, which some devices treat as 0: the row becomes 0
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,7 @@ SMALLEST = 2.0**-126  # a scale below is subnormal, which some devices take for 
 class ScaledPages:
     """A layer's pages in 8 bits.
 
-    values: int8, float8_e4m3fn or its bits, shaped as the backend's pages of a wide dtype.
+    values: int8, float8_e4m3fn or its bits, shaped as the backend's unquantized pages.
     scales: float32, shaped as the backend's `scale_shape`.
     """
 
@@ -36,22 +36,22 @@ class ScaledPages:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
+        """Return the shape of the values."""
         return self.values.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the values."""
+        """Return the dtype of the values."""
         return self.values.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes of values and scales."""
+        """Return the size of values and scales, in bytes."""
         return self.values.nbytes + self.scales.nbytes
 
     @classmethod
     def of(cls, rows: jax.Array, dtype: DTypeLike) -> ScaledPages:
-        """Quantise rows [..., D] -> values [..., D] and scales [..., 1]. What is not finite makes its scale so too."""
+        """Quantize rows [..., D] -> values [..., D] and scales [..., 1]. If a row is not finite, nor is its scale."""
         wide = rows.astype(jnp.float32)
         largest = LARGEST[numbers_dtype(dtype)]
         scales = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) * (1.0 / largest)
@@ -60,15 +60,15 @@ class ScaledPages:
         return cls(held(jnp.round(values / steps) * steps, dtype), scales)
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
-        """Return the numbers, rounded from float32: values [..., D * n] with scales [..., n], or [..., 1]."""
+        """Dequantize to `dtype`, rounded from float32: values [..., D * n] with scales [..., n], or [..., 1]."""
         by_scale = numbers(self.values).astype(jnp.float32).reshape(*self.scales.shape, -1)
         return (by_scale * self.scales[..., None]).reshape(self.values.shape).astype(dtype)
 
 
 def _e4m3_steps(values: jax.Array) -> jax.Array:
-    """Return the distance of E4M3's numbers around each float32 value [...]: a power of two.
+    """Return the distance between E4M3's values around each float32 value [...]: a power of two.
 
-    XLA may convert by way of float16, and would round twice what is not one of E4M3's numbers already.
+    XLA may convert by way of float16, which would round twice unless the value is one of E4M3's already.
     """
     exponents = jax.lax.bitcast_convert_type(values, jnp.int32) & 0x7F800000
     return jnp.maximum(jax.lax.bitcast_convert_type(exponents, jnp.float32), 2.0**-6) / 8
@@ -83,22 +83,22 @@ def is_scaled(dtype: DTypeLike) -> bool:
 
 
 def numbers_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype of the numbers that an array of this dtype holds."""
+    """Return the dtype of the values that an array of this dtype stores."""
     return _NUMBERS.get(jnp.dtype(dtype), jnp.dtype(dtype))
 
 
 def numbers(array: jax.Array) -> jax.Array:
-    """Return the numbers that an array [...] holds, itself if they are not held as bits."""
+    """Return the values that an array [...] stores; the array itself if it does not store bits."""
     dtype = numbers_dtype(array.dtype)
     return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 
 def held(array: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return numbers [...], rounded, in the dtype of the array that is to hold them."""
+    """Round values [...] to the page's dtype and return them in the dtype of the array that stores them."""
     rounded = array.astype(numbers_dtype(dtype))
     return rounded if rounded.dtype == dtype else jax.lax.bitcast_convert_type(rounded, dtype)
 
 
 def stored(rows: jax.Array, dtype: DTypeLike) -> Pages:
-    """Return rows [..., D] as they are stored in pages of a dtype, with scales [..., 1] if that has 8 bits."""
+    """Return rows [..., D] in the form in which pages of a dtype store them, with scales [..., 1] if it has 8 bits."""
     return ScaledPages.of(rows, dtype) if is_scaled(dtype) else held(rows, dtype)

@@ -1,8 +1,8 @@
 """Attention over a mesh: each device of the "tensor" axis has the pages of its kv heads and the query heads for them.
 
-Runs under shard_map, because the compiler cannot split a kernel and would split plain XLA attention so that scores are
-summed across devices. Needs no communication. If kv heads cannot be split (the single head of latent attention), the
-cache is replicated: every device writes all of it and attends for its own query heads.
+It runs under shard_map, because the compiler cannot split a kernel and would split plain XLA attention so that scores
+are summed across devices. It needs no communication. If kv heads cannot be split (the single head of latent attention),
+the cache is replicated: every device writes all of it and attends for its own query heads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MeshAttention:
         q, k, v, projected = heads
         if self.mesh is None or self.mesh.size == 1:
             if projected is not None and isinstance(self.backend, WritesHeads) and isinstance(cache, jax.Array):
-                # XLA drops the computation of q, k and v, which nothing reads then.
+                # XLA then drops the computation of q, k and v, because nothing reads them.
                 q, cache = self.backend.write_heads(projected, cache, metadata.slot_mapping)
                 return self.backend.attend(q, cache, metadata, spec, sinks), cache
             return local((q, k, v), cache, metadata, sinks)

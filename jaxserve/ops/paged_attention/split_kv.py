@@ -1,6 +1,6 @@
-"""What the kernels for NVIDIA GPUs share: a layer's inputs, and contexts that are cut into splits.
+"""The shared parts of the kernels for NVIDIA GPUs: a layer's inputs, and contexts that are cut into splits.
 
-The context of a row is cut into splits so that few rows fill the GPU too. Each split gives its normalised output and
+The context of a row is cut into splits so that few rows also fill the GPU. Each split gives its normalized output and
 the base-2 log-sum-exp of its scores (flash decoding, https://pytorch.org/blog/flash-decoding/).
 """
 
@@ -31,7 +31,7 @@ class LayerPages(NamedTuple):
 
     @property
     def tokens(self) -> Pages:
-        """The pages as [P * page_size, KH, 2, D], or [..., 1, D] if V is K. A reshape without a copy.
+        """Return the pages as [P * page_size, KH, 2, D], or [..., 1, D] if V is K, without a copy.
 
         The scales of 8-bit pages are [P * page_size, KH, 2, 1].
         """
@@ -43,7 +43,7 @@ class LayerPages(NamedTuple):
 def num_splits(programs: int, num_blocks: int, max_context: int, split_tokens: int) -> int:
     """Return the number of splits: a power of two, so that num_blocks * splits programs fill the GPU.
 
-    programs: how many fill it. A split has at least `split_tokens` tokens of the longest context, max_context.
+    programs: the number that fills it. A split has at least `split_tokens` tokens of the longest context, max_context.
     It depends on shapes only and never on the rows of the step, so a row is always summed in the same order.
     """
     wanted, longest = pl.cdiv(programs, num_blocks), max(1, max_context // split_tokens)

@@ -1,8 +1,8 @@
 """Paged attention for TPUs in Pallas. Has not run on a TPU yet, only in Pallas' interpreter.
 
-Owns the layout [P, 2, KH, page_size, D], in which K or V of one head fills whole register tiles of a page, and one
-kernel. K and V of heads of 64 columns are one row, [P, 1, KH, page_size, 128]: XLA keeps an array of 64 columns in
-another order than the kernel reads, and would copy all of it.
+There is one kernel. In its layout [P, 2, KH, page_size, D], K or V of one head fills whole register tiles of a page. K
+and V of heads of 64 columns are one row, [P, 1, KH, page_size, 128]: XLA keeps an array of 64 columns in another order
+than the kernel reads, and would copy all of it.
 
 The grid runs over blocks of queries: one token of a row in decode, else up to `rows` rows of a product. Their positions
 are prefetched scalars, and so is one row of the page table at a time: 512 rows of 16,384 tokens have 2 MB, and scalars
@@ -109,7 +109,7 @@ class TpuBackend:
         )
         if not _is_joined(cache):
             return attend(q)
-        # Zeros meet the columns of V in the scores. The result has weighted columns of K first.
+        # In the scores the columns of V are multiplied by zeros. The result has weighted columns of K first.
         columns = q.shape[-1]
         return attend(jnp.pad(q, ((0, 0), (0, 0), (0, columns))))[..., columns:]
 
@@ -160,7 +160,7 @@ def _split(rows: jax.Array) -> jax.Array:
 def _with_rows(pages: jax.Array, page: jax.Array, offset: jax.Array, rows: jax.Array) -> jax.Array:
     """Return pages [P, kept, KH, page_size, D] with rows [T, kept, KH, D] at page and offset int32 [T].
 
-    Written as the rows that they are in memory: as an array with an axis of 1, XLA would copy all pages and back.
+    They are written as rows, as they are in memory: XLA would copy all pages, and back, for an array with an axis of 1.
     """
     _, kept, kv_heads, page_size, head_dim = pages.shape
     part = jnp.arange(kept * kv_heads, dtype=jnp.int32)[None]
@@ -366,7 +366,7 @@ def _kernel(  # noqa: C901  one kernel
 
 
 class _HeadTile(NamedTuple):
-    """A tile of one kv head: K and V [tile, D], their scales float32 [1, tile] or None, what is seen bool [M, tile]."""
+    """A tile of one kv head: K and V [tile, D], their scales float32 [1, tile] or None, the mask bool [M, tile]."""
 
     k: jax.Array
     v: jax.Array

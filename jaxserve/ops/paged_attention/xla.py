@@ -1,12 +1,12 @@
-"""Paged attention in plain XLA. Tuned for the CPU; runs on every platform.
+"""Paged attention in plain XLA, tuned for the CPU; it runs on every platform.
 
-Owns the layout [P, 2, page_size, KH * D], K first and V second. Loops run over the tiles of a row's context with
-bounds read from data: the time grows with the context and not with the width of the page table, and no context length
-needs a new program. A tile is a whole number of pages of one row's context. Scores, softmax and sums are float32
-whatever the cache's dtype.
+The layout is [P, 2, page_size, KH * D], K first and V second. Loops run over the tiles of a row's context, with bounds
+read from data: the time grows with the context and not with the width of the page table, and no context length needs a
+new program. A tile is a whole number of pages of one row's context. Scores, softmax and sums are float32 whatever the
+cache's dtype.
 
 Rows of one token are bound by memory. All heads of a tile are one matrix product with a block-diagonal query
-[N, KH * D]. That is KH times the operations of a product per head, and still bound by reading the context.
+[N, KH * D]. It has KH times the operations of a product per head, and is still bound by reading the context.
 `attend_single_tokens` puts the tiles of all rows into one list and processes it in batches, so that one long row uses
 every core as many short rows do. Each tile is a softmax of its own; the tiles of a batch are merged into their rows by
 log-sum-exp. `attend_each_alone` processes row by row: it is batch-invariant, for deterministic mode.
@@ -164,7 +164,7 @@ def attend_single_tokens(layer: TiledLayer, q: jax.Array, kv_lens: jax.Array) ->
 
 
 class _Work(NamedTuple):
-    """The queries [R, ...] of all rows, and one list of the tiles that they meet, row after row. Others are int32 [R].
+    """The queries [R, ...] of all rows, and one list of the tiles that they see, row after row. Others are int32 [R].
 
     Entry i belongs to the first row whose `ends` is above i. It is that row's tile i + shift.
     rank: index of the row among the rows that have a context.
@@ -358,7 +358,7 @@ class XlaBackend:
     def extend(self, layer: TiledLayer, q: jax.Array, rows: Rows) -> jax.Array:
         """Attend the rows of two or more tokens: q float32 [T, N, D], scaled -> float32 [T, N, D].
 
-        Other tokens get numbers that are not read.
+        Other tokens get values that are not read.
         """
         return _attend_blocks(layer, q, rows)
 

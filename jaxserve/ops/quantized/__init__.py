@@ -1,7 +1,7 @@
-"""Quantised weights: the one form in which all quantization formats are held, and their conversion to a float dtype.
+"""Quantized weights: the one form in memory for all quantization formats, and how it is dequantized.
 
-A number is (value - zero) * scale, computed in float32. Along a row each group of numbers shares a scale and a zero.
-MXFP4 has E2M1 values, no zeros, and the exponents of its scales.
+A weight is (value - zero) * scale, computed in float32. Along a row each group of values shares a scale and a zero.
+MXFP4 has E2M1 values, no zeros, and scales stored as exponents. Rounded is the same for 8-bit activations.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-GROUP_NUMBERS = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
+GROUP_NUMBERS = 128  # a group of quantized activations is a multiple: a shorter sum costs more to scale than to compute
 TILE_OUTPUTS = 128  # outputs of a weight in groups are a multiple
 
-BLOCK = 32  # numbers whose 4-bit values are packed together; a group has a multiple of it, or of int8 16 numbers
+BLOCK = 32  # 4-bit values that are packed together; a group is a multiple of it, or has 16 values of int8
 MIDDLE = 8  # the zero of 4-bit values without zeros
 
 
@@ -31,7 +31,7 @@ class Quantized:
     scales: float32 [..., N, K / group]; of MXFP4 uint8: the code e is the scale 2^(e - 127),
       and e is never 255 (NaN).
     zeros: float32 [..., N, K / group]; None: the zero is MIDDLE for 4-bit integers, else 0. FP8 and MXFP4 have none.
-    order: int32 [K], which input meets each column (act-order); None: they are in order. Experts have none.
+    order: int32 [K], the input that each column multiplies (act-order); None: columns are in order. Experts have none.
     """
 
     values: jax.Array
@@ -41,7 +41,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The wide weight's shape."""
+        """Return the shape of the unquantized weight."""
         *rows, last = self.values.shape
         return (*rows, last * 2 if self.packed else last)
 
@@ -51,21 +51,21 @@ class Quantized:
 
     @property
     def group(self) -> int:
-        """The numbers of a row that share a scale."""
+        """Return the number of values in a row that share a scale."""
         return self.shape[-1] // self.scales.shape[-1]
 
     @property
     def packed(self) -> bool:
-        """Whether the values have 4 bits."""
+        """Return whether the values have 4 bits."""
         return self.values.dtype == jnp.uint8
 
     @property
     def mxfp4(self) -> bool:
-        """Whether the 4-bit values are E2M1 and not integers."""
+        """Return whether the 4-bit values are E2M1 and not integers."""
         return self.scales.dtype == jnp.uint8
 
     def matrix(self) -> Quantized:
-        """Return the weight with all dimensions but the last as one: values [N, K]. It has no `order`."""
+        """Return the weight with all dimensions except the last as one: values [N, K]. It has no `order`."""
         assert self.order is None
         return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), self)
 
@@ -76,7 +76,7 @@ class Quantized:
         return jnp.take(x, self.order, axis=1, mode="clip"), dataclasses.replace(self, order=None)
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
-        """Return the numbers [..., N, K] in `dtype`, rounded from float32."""
+        """Return the dequantized weight [..., N, K] in `dtype`, rounded from float32."""
         values = _unpacked(self.values) if self.packed else self.values
         values = e2m1(values) if self.mxfp4 else values.astype(jnp.float32)
         scales = powers(self.scales) if self.mxfp4 else self.scales
@@ -97,7 +97,7 @@ def _unpacked(values: jax.Array) -> jax.Array:
 
 
 def e2m1(codes: jax.Array) -> jax.Array:
-    """Return the numbers of 4-bit codes: a sign, two bits of exponent biased by 1, one of mantissa -> float32 [...]."""
+    """Convert E2M1 bits (a sign, two bits of exponent biased by 1, one of mantissa), uint8 [...] -> float32 [...]."""
     codes = codes.astype(jnp.int32)
     magnitude = codes & 7
     normal = lax.bitcast_convert_type((magnitude << 22) + (126 << 23), jnp.float32)  # biased by 126 more there
@@ -106,7 +106,7 @@ def e2m1(codes: jax.Array) -> jax.Array:
 
 
 def powers(exponents: jax.Array) -> jax.Array:
-    """Return 2^(e - 127) of exponents uint8 [...] -> float32 [...]. e = 0 gives the subnormal number 2^-127."""
+    """Return 2^(e - 127) of exponents uint8 [...] -> float32 [...]. e = 0 gives the subnormal value 2^-127."""
     bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -114,17 +114,17 @@ def powers(exponents: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rounded:
-    """Rows in 8 bits: values int8 or float8_e4m3fn [T, K], scales float32 [T, 1] or [T, groups of K]."""
+    """Activations quantized to 8 bits: int8 or float8_e4m3fn [T, K], scales float32 [T, 1] or [T, groups of K]."""
 
     values: jax.Array
     scales: jax.Array
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
-        """Return the numbers [T, K] in `dtype`, rounded from float32."""
+        """Return the dequantized rows [T, K] in `dtype`, rounded from float32."""
         grouped = self.values.astype(jnp.float32).reshape(*self.scales.shape, -1)
         return (grouped * self.scales[..., None]).reshape(self.values.shape).astype(dtype)
 
 
 def sum_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Return in what products of values of this dtype are summed."""
+    """Return the dtype in which products of values of this dtype are summed."""
     return jnp.int32 if dtype == jnp.int8 else jnp.float32

@@ -1,6 +1,6 @@
 """Paged attention for NVIDIA GPUs in Pallas, lowered through Triton.
 
-Owns three kernels over the interleaved pages, and the XLA code around them:
+There are three kernels over the interleaved pages:
     decode   rows of one token. Grid (row, kv head, split), see `split_kv`.
     join     the splits of such rows. Grid (row, kv head).
     extend   rows of several tokens. Grid (query block, kv head). The blocks come from `ragged.query_blocks`. Tiles
@@ -38,8 +38,9 @@ from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, 
 
 @dataclass(frozen=True)
 class TritonTuning:
-    """Sizes of the kernels. A tile is in tokens of context. From 5 stages on Triton loads a tile while it computes on
-    another: it spends two stages on the page table.
+    """Sizes of the kernels. A tile is in tokens of context.
+
+    From 5 stages on Triton loads a tile while it computes on another, because it spends two stages on the page table.
     """
 
     decode_tile: int = 32

@@ -1,7 +1,8 @@
-"""What comes between a layer's projection to q, k and v and its attention, as one Triton kernel.
+"""One Triton kernel between a layer's projection to q, k and v and its attention.
 
-Norm of each query and key head, rotation, and K and V into the cache: XLA makes two to five kernels of it. A program
-has one token and one kv head, with the query heads that share it. Numbers are rounded where XLA's form rounds them.
+It norms each query and key head, rotates them, and writes K and V into the cache; XLA makes two to five kernels of
+this. A program has one token and one kv head, with the query heads that share it. Values are rounded where XLA's form
+rounds them.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _kernel(
 
 
 class _Rotation(NamedTuple):
-    """How columns [D] are rotated: with which other column each, by which angle, and whether it is the pair's first."""
+    """The rotation of columns [D]: each one's partner column, its angle, and whether it is the first of its pair."""
 
     partner: jax.Array
     angle: jax.Array

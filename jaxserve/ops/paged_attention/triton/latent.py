@@ -1,12 +1,12 @@
 """Latent attention (MLA) for NVIDIA GPUs in Pallas, lowered through Triton: one row of a token serves all heads.
 
-Owns two kernels over latent pages, in which V is the first columns of K (https://arxiv.org/abs/2412.19437):
+There are two kernels over latent pages, in which V is the first columns of K (https://arxiv.org/abs/2412.19437):
     decode   rows of one token. Grid (block of heads, row, split), see `split_kv`.
     extend   rows of several tokens. Grid (block of heads, block of tokens), see `ragged.query_blocks`.
 
 A block of heads is the rows of one matrix product, and reads every row of the context once. Blocks of one token run
-side by side, so that all but the first read it from the second-level cache. The columns are taken in two parts, which
-are powers of two, because Triton takes no others: 576 are 512 + 64, where one part would be 1,024.
+side by side, so all except the first read it from the second-level cache. The columns are split into two parts that are
+powers of two, because Triton accepts no others: 576 columns are 512 + 64, where one part would be 1,024.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Sizes(NamedTuple):
 
     @property
     def parts(self) -> tuple[_Part, ...]:
-        """The columns of K: the largest power of two, and the others."""
+        """Return the columns of K: the largest power of two, and the others."""
         first = 1 << (self.head_dim.bit_length() - 1)
         whole = (_Part(jnp.arange(first, dtype=jnp.int32), None),)
         if first == self.head_dim:
@@ -71,14 +71,14 @@ class _Sizes(NamedTuple):
 
     @property
     def value_parts(self) -> tuple[_Part, ...]:
-        """The parts that V has columns in."""
+        """Return the parts in which V has columns."""
         first, *others = self.parts
         wanted = self.spec.value_columns
         return (first,) if wanted is not None and wanted <= first.columns.shape[0] else (first, *others)
 
     @property
     def out_columns(self) -> int:
-        """The columns of the result."""
+        """Return the number of columns of the result."""
         return self.head_dim if len(self.value_parts) == len(self.parts) else 1 << (self.head_dim.bit_length() - 1)
 
 
@@ -96,7 +96,7 @@ def _flat(layer: LayerPages) -> list[jax.Array]:
 
 
 def _whole(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[pl.BlockSpec]:
-    """Return the specs of arrays of which every program sees all."""
+    """Return the specs of arrays that every program sees whole."""
     return [pl.BlockSpec(x.shape, lambda *_, ndim=x.ndim: (0,) * ndim) for x in arrays]
 
 
@@ -258,7 +258,7 @@ def _extend_kernel(
 def _rows_at(
     place: jax.Array, head: jax.Array, part: _Part, num_tokens: int
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return the indices [M, columns] of rows (place, head) int32 [M], and which exist."""
+    """Return the indices [M, columns] of rows (place, head) int32 [M], and whether each exists."""
     token, columns = index_grid(place, part.columns)
     own = token, index_grid(head, part.columns)[0], columns
     mask = mask_of(own, (num_tokens, None, part.limit))
@@ -267,6 +267,6 @@ def _rows_at(
 
 
 def _load_rows(ref, place: jax.Array, head: jax.Array, part: _Part) -> jax.Array:
-    """Load the rows (place, head) int32 [M] of ref [T, N, D] -> [M, columns], zeros for what does not exist."""
+    """Load the rows (place, head) int32 [M] of ref [T, N, D] -> [M, columns], zeros for rows that do not exist."""
     own, mask = _rows_at(place, head, part, ref.shape[0])
     return plt.load(ref.at[own], mask=mask, other=0)

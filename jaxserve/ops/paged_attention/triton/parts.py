@@ -1,4 +1,4 @@
-"""What the Triton kernels of attention share: the online softmax and the join of splits."""
+"""The shared parts of the Triton attention kernels: the online softmax and the join of splits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.ops.triton_arrays import dot, index_grid, load, mask_of, padded
 def places(
     table: Callable[[jax.Array], jax.Array], token: jax.Array, page_size: int, ends: tuple[jax.Array | int, jax.Array]
 ) -> jax.Array:
-    """Return where the positions `token` int32 [tile] of a row are in the pages: page * page_size + offset.
+    """Return the slots of the positions `token` int32 [tile] of a row: page * page_size + offset.
 
     Positions outside `ends`, the first and the last position that the row sees, give the nearer of the two. A clamped
     gather needs no mask and reads no page outside of the context: another request's page may hold NaN, and 0 * NaN is
@@ -54,7 +54,7 @@ def finish(state: Base2Softmax) -> tuple[tuple[jax.Array, ...], jax.Array]:
 
 
 class Scales(NamedTuple):
-    """The scales of a tile of 8-bit pages, float32 [tile]; None: the pages are wide."""
+    """The scales of a tile of 8-bit pages, float32 [tile]; None: the pages are not quantized."""
 
     k: jax.Array | None = None
     v: jax.Array | None = None
@@ -65,8 +65,8 @@ def add_tile(
 ) -> Base2Softmax:
     """Add one tile of context: products of queries and keys float32 [M, tile], values in parts [tile, columns].
 
-    seen: bool [M or 1, tile]; None if all is seen. Scales multiply the scores and the weights, which are fewer numbers
-    than K and V.
+    seen: bool [M or 1, tile]; None if all is seen. Scales multiply the scores and the weights, which have fewer
+    elements than K and V.
     """
     scores = scores * spec.scale
     if scales.k is not None:
@@ -114,7 +114,7 @@ def join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, dtype: jnp.dty
 
 
 def _join_kernel(out_ref, lse_ref, *refs) -> None:
-    """Join out_ref [S, G, D] by lse_ref float32 [S, G]. refs: the sinks [G] in base 2, if there are any; the result."""
+    """Join out_ref [S, G, D] by lse_ref float32 [S, G]. refs: the sinks [G] in base 2, if there are any; the result"""
     *sink_ref, joined_ref = refs
     splits = jnp.arange(out_ref.shape[0], dtype=jnp.int32)
     (heads, head_limit), (columns, column_limit) = padded(out_ref.shape[1]), padded(out_ref.shape[2])
