@@ -1,8 +1,8 @@
-"""The runner of an encoder: takes SchedulerOutput, returns embeddings. Has no KV cache, no slots and no sampling.
+"""The runner of an encoder: takes SchedulerOutput, returns embeddings. It has no KV cache, no slots and no sampling.
 
-Owns the weights and the compiled programs `encode[R, L]`: R texts of at most L tokens each, forward pass and pooling in
-one dispatch. The texts of a step are grouped by length, so that a short text is not padded to a long one's length. The
-scheduler chooses the texts of a step and never splits one.
+It has the weights and the compiled programs `encode[R, L]`: R texts of at most L tokens each, forward pass and pooling
+in one dispatch. The texts of a step are grouped by length, so that a short text is not padded to a long one's length.
+The scheduler chooses the texts of a step and never splits one.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class EncoderRunner:
         """Do nothing: an encoder keeps no state on the device between steps."""
 
     def release(self) -> None:
-        """Do nothing, as `rebuild`."""
+        """Do nothing, like `rebuild`."""
 
     def close(self) -> None:
         """Stop counting compilations. The arrays are freed with the object."""
@@ -127,7 +127,7 @@ class EncoderRunner:
 
 
 def longest_text(config: RunnerConfig, pooling: PoolingConfig) -> int:
-    """Return the longest text in tokens: as configured, else the least limit of model, pooling and step.
+    """Return the longest text in tokens: the configured one, else the smallest limit of model, pooling and step.
 
     Raises ConfigError if a text of the configured length does not fit into a step.
     """

@@ -1,7 +1,7 @@
-"""What a compiled program depends on beside the model: versions, sources, device, processor and options.
+"""The fingerprint of compiled programs: versions, sources, device, processor and options, beside the model.
 
-Two runs whose fingerprints are equal may exchange compiled programs. Each field has a name, so that a refusal can say
-which one differs.
+Two runs with equal fingerprints may exchange compiled programs. Each field has a name, so that a refusal can say which
+one differs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _PLUGINS = {"gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin"), "tpu": ("libtpu",)}
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Flags that only say where results of autotuning are: they are recorded by themselves.
+# Flags that only name the files of autotuning results, which are recorded separately.
 _AUTOTUNE_FLAGS = ("--xla_gpu_load_autotune_results_from", "--xla_gpu_dump_autotune_results_to")
-# What to do if a field differs.
+# The fix in the error message if a field differs.
 _ADVICE: Mapping[str, str] = {
     "processor": "make the bundle on a machine with the same processor",
     "device": "make the bundle for this device",
@@ -105,7 +105,7 @@ def _short(text: str, length: int = 120) -> str:
 def describe(value: Any) -> str:
     """Return a text that is equal for equal shapes, shardings and plain data, in every process.
 
-    Raises TypeError for an object whose text would hold its address, and for a frozenset, whose order differs.
+    Raises TypeError for an object whose text would contain its address, and for a frozenset, whose order differs.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"{value.dtype.name}{list(value.shape)}{_sharding(value.sharding)}"

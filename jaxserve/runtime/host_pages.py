@@ -1,12 +1,11 @@
-"""The memory of the host that holds copies of KV pages: a row of bytes for each page, which may be in a file.
+"""Copies of KV pages in the host's memory: a row of bytes for each page, which may be in a file.
 
 Pages arrive as device arrays that may not be computed yet. They are copied to their slots at the next use of the pool,
 so that dispatching a step does not wait for the device.
 
-Export and import of whole KV pages.
-
-A page id names the same page in every layer of a group, so pages are moved by group: 0, or 1 for the layers with a
-sliding window. Programs that were not compiled at the start are compiled at their first call.
+PageTransfer exports and imports whole pages. A page id names the same page in every layer of a group, so pages are
+moved by group: 0, or 1 for the layers with a sliding window. A program that was not compiled at the start is compiled
+at its first call.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HostPages = np.ndarray | ScaledPages  # whose arrays are numpy's
 
 
 class PageTransfer:
-    """The page programs of a runner. programs: all of them. compiled: those compiled at the start, by name.
+    """The page programs of a runner. programs: all of them. compiled: the ones compiled at the start, by name
 
     num_pages: of each layer group
     """
@@ -49,7 +48,7 @@ class PageTransfer:
         self._compiled = dict(compiled)
 
     def gather(self, caches: Caches, page_ids: Sequence[int], group: int = 0) -> Iterator[tuple[Any, int]]:
-        """Yield (pages, count): device arrays, of which the first `count` pages count, and which are not waited for."""
+        """Yield (pages, count): device arrays whose first `count` pages are valid. Does not wait for them."""
         for ids, count in self._chunks(page_ids, group):
             yield self._run(transfer_name("export", len(ids), group), caches, ids), count
 
@@ -118,7 +117,7 @@ MAX_PENDING = 2  # groups of pages on the device that wait to be copied; more wo
 class HostPools:
     """A pool for each layer group.
 
-    pages: structs of one exported page of each group, see `HostPool`. num_slots: pages that fit, of each group
+    pages: structs of one exported page of each group, see `HostPool`. num_slots: number of pages that fit, by group
     """
 
     def __init__(
@@ -129,12 +128,12 @@ class HostPools:
             for group, (page, count) in enumerate(zip(pages, num_slots, strict=True)):
                 self._pools.append(HostPool(transfer, page, count, file and file.of_group(group), group))
         except BaseException:
-            self.close()  # another try of this process needs the files of the groups before
+            self.close()  # another try in this process needs the files of the earlier groups
             raise
 
     @property
     def files(self) -> list[PageFile | None]:
-        """The file of each group; None if its pages end with the process."""
+        """Return the file of each group; None if its pages end with the process."""
         return [pool.file for pool in self._pools]
 
     def move(self, caches: Caches, moves: Sequence[PageMove]) -> Caches:
@@ -157,9 +156,9 @@ class HostPools:
 class HostPool:
     """Slots for pages of a layer group.
 
-    transfer: copies pages from and to the device. page: structs of one exported page, a pytree of [1, ...]; without
-    leaves if the group has no layers, whose pages have no content then.
-    num_slots: pages that fit; 0: no pages are moved. file: None: the memory of this process
+    transfer: copies pages from and to the device
+    page: structs of one exported page, a pytree of [1, ...]; it has no leaves if the group has no layers
+    num_slots: number of pages that fit; 0: no pages are moved. file: None: the memory of this process
     """
 
     def __init__(
@@ -180,8 +179,9 @@ class HostPool:
         self._pending: deque[tuple[list[PageMove], Any]] = deque()
 
     def move(self, caches: Caches, moves: Sequence[PageMove]) -> Caches:
-        """Make the copies in order, after all dispatched steps. Returns the new caches. Raises OSError if the file was
-        cut.
+        """Make the copies in order, after all dispatched steps. Returns the new caches.
+
+        Raises OSError if the file was truncated.
         """
         if self.file is not None and (moves or self._pending):
             self.file.check()
@@ -203,19 +203,19 @@ class HostPool:
         return caches
 
     def _store(self, moves: list[PageMove], pages: Any) -> None:
-        """Keep pages, device arrays [n, ...], in the slots of `moves`. Entries of `pages` beyond these are ignored."""
+        """Store pages, device arrays [n, ...], in the slots of `moves`. Further entries of `pages` are ignored."""
         if len(self._pending) == MAX_PENDING:
             self._copy_oldest()
         self._pending.append((moves, pages))
 
     def settle(self) -> None:
-        """Copy what has arrived to its slots. Waits for the device."""
+        """Copy the pages that have arrived to their slots. Waits for the device."""
         while self._pending:
             self._copy_oldest()
 
     def _copy_oldest(self) -> None:
         moves, pages = self._pending.popleft()
-        places = {move.slot: i for i, move in enumerate(moves)}  # of a slot that is stored twice only the last counts
+        places = {move.slot: i for i, move in enumerate(moves)}  # if a slot is stored twice, only the last counts
         slots, kept, file = list(places), list(places.values()), self.file
 
         def copy(target: np.ndarray, source: jax.Array) -> None:
@@ -234,7 +234,7 @@ class HostPool:
         return jax.tree.map(lambda array: array[slots], self._arrays)
 
     def _forget(self, slots: list[int] | None) -> None:
-        """Make sure that no later process finds the pages in `slots`, or any page of now if that is None."""
+        """Make sure that no later process finds the pages in `slots`; None: any page that exists now."""
         self.settle()
         if self.file is None:
             return

@@ -4,7 +4,7 @@ Layers form groups. Each group has its own number of pages and its own page tabl
 request. Group 1, the layers with a sliding window, keeps the pages that can still be seen. A model without sliding
 windows has only group 0.
 
-Owns each layer's page shape, dtype and sharding, and the allocation. The page pool assigns pages to requests.
+This file decides each layer's page shape, dtype and sharding, and allocates. The page pool assigns pages to requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LayerCache:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all devices, copies included."""
+        """Return the bytes of one page over all devices, copies included."""
         shards = [(self.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(self.struct(1))]
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) * self.sharding.num_devices
 
@@ -90,7 +90,7 @@ def _layer_cache(
 def group_window(layers: Sequence[AttentionLayer], max_model_len: int) -> int | None:
     """Return the window of the sliding-window group: the widest of its layers.
 
-    None if no layer has a window, or if no sequence can be longer than the widest window: then no group is needed.
+    Returns None if no layer has a window, or if no sequence can be longer than the widest window.
     """
     widest = max((layer.sliding_window or 0 for layer in layers), default=0)
     return widest if 0 < widest < max_model_len else None

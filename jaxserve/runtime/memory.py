@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 2**20
 CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pages take this or as much as the weights, whichever is more
-_REACH = 2**31  # numbers that an offset of 32 bits reaches
+_REACH = 2**31  # array elements that a signed 32-bit offset reaches
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MemoryPlan:
 
     @property
     def max_concurrency(self) -> float:
-        """The number of requests of the full context length that fit at once."""
+        """Return the number of requests of the full context length that fit at once."""
         full = self.kv_tokens / self.max_model_len
         if self.window is None:
             return full
@@ -98,11 +98,11 @@ class Sizes:
 
 
 def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_bytes: int) -> MemoryPlan:
-    """Plan the number of pages. Raises ConfigError that explains what does not fit.
+    """Plan the number of pages. Raises ConfigError that names the part that does not fit.
 
-    If config.num_pages is None, the number is what the budget leaves, but at most twice what every slot needs at full
-    length; the second half holds cached prefixes. The sliding-window group is planned likewise, see `split_pool`.
-    With config.shrink_context the context length may be cut to what one request can have.
+    If config.num_pages is None, the pages fill the budget, but are at most twice as many as all slots need at full
+    length; the second half is for cached prefixes. The sliding-window group is planned likewise, see `split_pool`.
+    With config.shrink_context the context length may be cut to the longest that one request can have.
     """
     num_pages, max_model_len, num_window_pages = config.num_pages, config.max_model_len, config.num_window_pages
     budget = int(device_bytes * config.memory_fraction)
@@ -144,16 +144,16 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
 
 
 def within_reach(count: int, size: int) -> int:
-    """Return how many of `count` pieces of `size` bytes a Triton kernel may read as one array of one-byte numbers.
+    """Return how many of `count` pieces of `size` bytes a Triton kernel may read as one array of one-byte elements.
 
-    Up to 4 GiB Pallas makes Triton's offsets of 32 bits, which have a sign, and above of 64. Between 2 and 4 GiB the
-    numbers beyond 2 GiB would be read from in front of the array. Wider numbers are at most 2**31 there.
+    Up to 4 GiB Pallas makes Triton's offsets of 32 bits, which have a sign, and above of 64 bits. Between 2 and 4 GiB
+    the elements beyond 2 GiB would be read from before the array. An array of wider elements has at most 2**31 of them.
     """
     return _REACH // size if _REACH < count * size <= 2 * _REACH else count
 
 
 def check_weight(name: str, size: int) -> None:
-    """Raise ConfigError if a Triton kernel would read only a part of a weight of `size` one-byte numbers on a device.
+    """Raise ConfigError if a Triton kernel would read only a part of a weight of `size` one-byte values on a device.
 
     See `within_reach`.
     """
@@ -182,8 +182,8 @@ def split_pool(
 ) -> tuple[int, int]:
     """Return (pages, pages of the sliding-window group) that fit into `num_bytes`.
 
-    The sliding-window group gets twice what all requests can hold at once; the second half holds cached prefixes.
-    The full-attention group gets the rest.
+    The sliding-window group gets twice the pages that all requests can have at once; the second half is for cached
+    prefixes. The full-attention group gets the rest.
     If that is too much, the sliding-window group gets half as many pages as the other, which suits a context of two
     windows, or a larger share if the longest request needs one.
     If every layer has a window, full-attention pages take no memory. Their number is then set so that they never
@@ -212,7 +212,7 @@ def split_pool(
 
 
 def plan_host_pages(plan: MemoryPlan, page_bytes: int, window_page_bytes: int, host_memory: int) -> MemoryPlan:
-    """Add the pages that fit into `host_memory` bytes, of each group as many for one of the other as on the device.
+    """Add the pages that fit into `host_memory` bytes, with the same ratio between the groups as on the device.
 
     Raises ConfigError if the bytes are too many or too few.
     """
@@ -287,7 +287,7 @@ def _mib(num_bytes: int) -> str:
 def device_memory(devices: Sequence[Any]) -> int:
     """Return the total memory in bytes of the given jax devices. For a CPU, the machine's or the container's limit.
 
-    Only this process's devices can be asked, so those of other hosts are taken to have as much.
+    Only this process's devices can be asked, so other hosts' devices are assumed to have as much.
     """
     if devices[0].platform == "cpu":
         return machine_memory() * len({device.process_index for device in devices})

@@ -1,7 +1,7 @@
 """Devices and the mesh of one engine.
 
-Owns the choice of platform, of the kernels for experts, the axes (data, tensor, expert) and the shardings. A sharding
-is made once: a new NamedSharding per step would miss JAX's dispatch cache.
+This file chooses the platform and the kernels for experts, and makes the axes (data, tensor, expert) and the shardings.
+A sharding is made once: a new NamedSharding per step would miss JAX's dispatch cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.runtime.compilation.attention_sizes import has_triton
 from jaxserve.system import NVIDIA_DRIVER, install_command
 
 AXES = ("data", "tensor", "expert")
-# They have 16 MiB of VMEM. The kernel for experts may use 64, and a prefill of Mixtral asks for 45.
+# These TPUs have 16 MiB of VMEM. The kernel for experts may use 64 MiB, and a prefill of Mixtral needs 45 MiB.
 _SMALL_TPUS = ("TPU v2", "TPU v3", "TPU v4")
 _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 # Share of a GPU's memory that XLA reserves at start. Its default of 0.75 would leave a quarter of the memory unused.
@@ -38,7 +38,7 @@ class DeviceMesh:
 
     @property
     def platform(self) -> str:
-        """The platform: cpu, gpu or tpu."""
+        """Return the platform: cpu, gpu or tpu."""
         return self.devices[0].platform
 
     @property
@@ -47,19 +47,19 @@ class DeviceMesh:
 
     @property
     def local_devices(self) -> list[Any]:
-        """The devices of this process."""
+        """Return the devices of this process."""
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
     @property
     def tensor(self) -> int:
-        """Number of tensor-parallel devices, over which heads are split."""
+        """Return the number of tensor-parallel devices, over which heads are split."""
         return self.mesh.shape["tensor"]
 
 
 def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert: int = 1) -> DeviceMesh:
     """Make a mesh of the first data * tensor * expert devices of a platform (auto, cpu, gpu, tpu).
 
-    If this process belongs to a group of several, the devices are those of all of them, and all must be used.
+    If this process belongs to a group of several, the devices are all processes' devices, and all must be used.
     Raises ConfigError if there are too few devices.
     """
     devices = find_devices(platform)

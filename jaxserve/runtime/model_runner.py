@@ -1,4 +1,4 @@
-"""The runner: takes SchedulerOutput, returns tokens. Owns the weights, KV cache, slot state and compiled programs.
+"""The runner: takes SchedulerOutput, returns tokens. It has the weights, KV cache, slot state and compiled programs.
 
 Each step is packed into one int32 array and dispatched without waiting; a handle reads the tokens later. The scheduler
 decides which request runs when and which page belongs to whom. A step depends only on its SchedulerOutput and on the
@@ -9,11 +9,9 @@ or if `decode[B]` is not compiled yet, the step is `decode_hidden[B]` followed b
 the masks during the forward pass. With drafts it is `decode_hidden[T]` followed by `verify[T]`. Every other step
 (prefill, deterministic mode) is `extend[T]` followed by `head_sample[R]` for the rows that sample.
 
-Dispatch of outputs that few rows request: embeddings, hidden states, log-probabilities of prompt tokens.
-
-They are computed from the hidden states of the last extend or decode_hidden, in programs of a fixed number of tokens.
-
-Run steps with drafts, on the host side of the runner: their input, dispatch and results. See sampling/verify.py.
+ExtraOutputs dispatches outputs that few rows request: embeddings, hidden states, log-probabilities of prompt tokens. It
+computes them from the hidden states of the last extend or decode_hidden, in programs of a fixed number of tokens.
+Verification is the host side of steps with drafts; sampling/verify.py is the device side.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class ExtraOutputs:
         self._prompts.clear()
 
     def pool(self, leaves: Leaves, hidden: jax.Array, embedding: Sequence[int], ends: Sequence[int]) -> list[Pooled]:
-        """Dispatch the embeddings, or numbers of a head, of the rows `embedding`, from hidden [max T, D]."""
+        """Dispatch the embeddings, or a head's scores, of the rows `embedding`, from hidden [max T, D]."""
         groups = [embedding[first : first + POOL_GROUP] for first in range(0, len(embedding), POOL_GROUP)]
         return [(group, self._pool(leaves, hidden, [ends[i] - 1 for i in group])) for group in groups]
 
@@ -191,7 +189,7 @@ class VerifyStep:
         return self._verified is None
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
-        """See `StepHandle`. bitmask: int32 [positions, words]. Raises RuntimeError if the step waits for none."""
+        """Sample, see `StepHandle`. bitmask: int32 [positions, words]. Raises RuntimeError if no mask is awaited."""
         if self._verified is not None:
             raise RuntimeError("this step is not masked, or was sampled already")
         self._late = list(late)
@@ -230,8 +228,9 @@ class VerifyStep:
 class ModelRunner:
     """The device side of one engine (implements `types.step.StepRunner`).
 
-    The constructor plans the memory, compiles every program, or with `config.early` those that serve every step, and
-    allocates. Raises ConfigError if the model does not fit. agree: from this host's plan to that of all hosts
+    The constructor plans the memory, compiles the programs and allocates. With `config.early` it compiles only enough
+    programs to serve every step. Raises ConfigError if the model does not fit. agree: returns the plan for all hosts
+    from this host's plan
 
     config, plan, backend, buckets     as resolved; plan.num_pages and plan.max_model_len are the scheduler's limits
     steps                              the step functions, not jitted: see `programs.StepPrograms`
@@ -308,7 +307,7 @@ class ModelRunner:
         return times
 
     def end_warm_up(self) -> None:
-        """Warm up what is no program of a step, and discard the dummy state."""
+        """Warm up the programs that are not of a step, and discard the dummy state."""
         if self.config.moves_pages:
             self.caches = self.pages.warm_up(self.caches)
         self.rebuild()
@@ -325,7 +324,7 @@ class ModelRunner:
 
     @property
     def extend_sizes(self) -> tuple[int, ...]:
-        """The tokens of the `extend` programs that are there, ascending."""
+        """Return the tokens of the compiled `extend` programs, ascending."""
         return self._table.sizes("extend")
 
     def timed_run(self, family: str, size: int, *, padding: bool = False) -> float:
@@ -382,7 +381,7 @@ class ModelRunner:
     def decode_fn(
         self,
     ) -> Callable[[Leaves, Caches, SlotState, jax.Array], tuple[Caches, SlotState, Sampled]]:
-        """The decode step as a pure jitted function over pytrees. It donates nothing:
+        """Return the decode step as a pure jitted function over pytrees. It donates nothing:
 
             caches, state, sampled = runner.decode_fn(runner.leaves, runner.caches, runner.state, slots)
 
@@ -396,12 +395,12 @@ class ModelRunner:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs of the start, including those that are still being compiled."""
+        """Return the number of programs of the start, including the ones that are still being compiled."""
         return len(self.compiled) + self.late.total - self.late.done
 
     @property
     def num_dispatches(self) -> int:
-        """Programs started so far."""
+        """Return the number of programs started so far."""
         return self._num_dispatches + self._extra.num_dispatches
 
     def close(self) -> None:

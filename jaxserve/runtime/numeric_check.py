@@ -1,9 +1,9 @@
-"""The check that this machine computes right numbers, made at every start and by `jaxserve doctor`.
+"""Checks that this machine computes correct numbers, at every start and in `jaxserve doctor`.
 
-A compiler that gives wrong numbers without an error is real: jaxlib 0.10.2 on CPUs does so (jax-ml/jax#39103). Small
-programs of the operations that serve are compiled with the options of the programs that serve, and compared with numpy.
-Whole numbers are small enough to be exact in every dtype and in any order of summation, so those results must be equal.
-Sizes are odd: a compiler's mistakes are in the rows and columns that are left over by its vectors.
+A compiler can give wrong numbers without an error: jaxlib 0.10.2 on CPUs does (jax-ml/jax#39103). Small programs of the
+operations that serve are compiled with the serving programs' options, and compared with numpy. The inputs are integers
+so small that every dtype and every order of summation is exact, so the results must be equal. Sizes are odd, because a
+compiler's mistakes are in the rows and columns that its vectors leave over.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _TPU_FFN, _TPU_MODEL = 64, 128  # the depth that its kernel for wide pairs needs
 
 @dataclass(frozen=True)
 class NumericCase:
-    """A function, the arrays that it is called with and what it must return.
+    """A function, the arrays that it is called with, and the results that it must return.
 
-    tolerance: largest difference from an expected number, relative to 1 and to that number; 0: none
+    tolerance: largest difference from an expected value, relative to 1 plus that value; 0: results must be equal
     identity: see Program
     """
 
@@ -147,7 +147,7 @@ def _of_experts(
 
 
 def _few_bits(rng: np.random.Generator, shape: tuple[int, ...], *, packed: bool) -> tuple[Quantized, np.ndarray]:
-    """Draw a weight [..., K] in 4 bits or int8 of about K ** -0.5, and return it with its numbers in float64."""
+    """Draw a weight [..., K] in 4 bits or int8 of about K ** -0.5, and return it also dequantized, in float64."""
     *rows, depth = shape
     codes = rng.integers(-MIDDLE, MIDDLE, shape)
     scales = (rng.uniform(0.5, 1.5, (*rows, depth // BLOCK if packed else 1)) * depth**-0.5 / 5).astype(np.float32)
@@ -156,16 +156,15 @@ def _few_bits(rng: np.random.Generator, shape: tuple[int, ...], *, packed: bool)
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Return whole numbers [..., K] from -8 to 7 as `Quantized` holds them, uint8 [..., K / 2]."""
+    """Return whole numbers [..., K] from -8 to 7 in the form of `Quantized.values`, uint8 [..., K / 2]."""
     halves = (codes + MIDDLE).astype(np.uint8).reshape(*codes.shape[:-1], -1, 2, BLOCK // 2)
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
 
 
 def rounded_products(linear: Products) -> NumericCase:
-    """Make products of x [1, 160], [7, 160] and [65, 160] that rounding leaves as they are.
+    """Make products of x [1, 160], [7, 160] and [65, 160] whose activations rounding does not change.
 
-    The weights are bfloat16, int8 and 4 bits [37, 160]. The largest number of a row's group is 127, so that its scale
-    is 1.
+    The weights are bfloat16, int8 and 4 bits [37, 160]. The largest value of a row's group is 127, so its scale is 1.
     """
     weight = _whole_numbers((37, 160))
     rows = [_whole_numbers((count, 160), seed=count) for count in (1, 7, 65)]
@@ -184,10 +183,10 @@ def rounded_products(linear: Products) -> NumericCase:
 
 
 def rounded_rows(linear: Products, tolerance: float) -> NumericCase:
-    """Make products of x bfloat16 [130, 256], whose numbers rounding to 8 bits does not change.
+    """Make products of x bfloat16 [130, 256], whose values quantization to 8 bits does not change.
 
     The weights [128, 256] are int8 on a TPU, and int8 and E4M3 elsewhere. They have one scale for a row; on Hopper
-    also one for a group. The largest number of a group of x is 127, or 448 for E4M3, so that its scale is 1.
+    also one for a group. The largest value of a group of x is 127, or 448 for E4M3, so its scale is 1.
     """
     weight, x = _whole_numbers((128, 256)), _whole_numbers((130, 256), seed=1)
     groups = (1, 2) if linear.rounded == "hopper" else (1,)
@@ -203,7 +202,7 @@ def rounded_rows(linear: Products, tolerance: float) -> NumericCase:
         )
 
     def expected(most: int) -> np.ndarray:
-        """Return the product [130, 128] where the largest number of a group is `most`."""
+        """Return the product [130, 128] if the largest value of a group is `most`."""
         rows = x.copy()
         rows[:, ::128] = most
         return rows @ weight.T
@@ -320,7 +319,7 @@ def _through_experts(x: np.ndarray, shares: np.ndarray, gate_up: np.ndarray, dow
 
 
 def _filtered(shares: np.ndarray) -> np.ndarray:
-    """Return what top_p 0.5 of row 0, top_k 5 of row 1 and a least share of 0.125 of row 2 keep of shares [3, V]."""
+    """Filter shares [3, V]: row 0 by top_p 0.5, row 1 by top_k 5, row 2 by min_p 0.125."""
     descending = -np.sort(-shares, axis=1)
     mass = np.searchsorted(np.cumsum(descending[0]), 0.5 * shares[0].sum())
     borders = np.array([descending[0, mass], descending[1, 4], 0.125], np.float32)
@@ -328,7 +327,7 @@ def _filtered(shares: np.ndarray) -> np.ndarray:
 
 
 def _drawn(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Return the token whose share of weights [3, V] holds uniform [3]; tokens are in the order of `inverse_cdf`."""
+    """Return the token whose share of weights [3, V] contains uniform [3]. Tokens have the order of `inverse_cdf`."""
     order = np.argsort(np.arange(_VOCAB) % 128, kind="stable")
     ends = np.cumsum(weights[:, order], axis=1)
     pairs = zip(ends, uniform, strict=True)
@@ -383,7 +382,7 @@ def check_numbers(
 ) -> None:
     """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. cases: `serving_cases`
 
-    store: of the compiled cases. They run at every start all the same.
+    store: of the compiled cases. They run at every start even if they are stored.
     """
     options = compiler_options(mesh.platform, deterministic=deterministic)
     wrong = wrong_numbers(cases, mesh.local_devices[0], options, store=store)
@@ -402,7 +401,7 @@ def wrong_numbers(
     workers: int | None = None,
     store: ProgramStorage | None = None,
 ) -> list[str]:
-    """Compile and run the cases on a device and describe each that differs from what is expected."""
+    """Compile and run the cases on a device, and describe each case whose result is wrong."""
     place = check_place(device)
     compiled = compile_all(numeric_programs(cases, place, options), workers=workers, store=store)
     return [
@@ -413,7 +412,7 @@ def wrong_numbers(
 
 
 def check_place(device: Any) -> NamedSharding:
-    """Return where the arguments and results of the cases are."""
+    """Return the sharding of the cases' arguments and results."""
     return NamedSharding(Mesh(np.array([device]).reshape(1, 1, 1), AXES), PartitionSpec())
 
 
@@ -434,7 +433,7 @@ def numeric_programs(
 
 
 def _difference(case: NumericCase, results: tuple[jax.Array, ...]) -> str:
-    """Describe the first number that is wrong; empty: none is."""
+    """Describe the first wrong value; empty: all are right."""
     for result, right in zip(results, case.expected, strict=True):
         got, wanted = np.asarray(result, np.float64), np.asarray(right, np.float64)
         near = np.abs(got - wanted) <= case.tolerance * (1 + np.abs(wanted))  # false for NaN

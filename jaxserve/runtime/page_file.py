@@ -2,11 +2,11 @@
 
 The file has a record for each slot: the digest of the page's prefix and a checksum of digest and content. A thread
 writes the record after the content; until then the slot counts as empty. At the start a thread reads all pages and
-reports those that have the checksum of their record. So a page or record that was half written, or changed on the disk,
-is lost and never used. A file that is cut while it is open gets its size back, and all its pages are lost.
+reports the pages that match their record's checksum. So a page or record that was half written, or changed on the disk,
+is lost and never used. If the file is truncated while it is open, it is recreated, and all its pages are lost.
 
-The file's name is of the model, its weights and the form of a page. Other page files in the directory are removed,
-unless a running server has one open. A file counts as one only if it begins as the files that are made here.
+The file's name depends on the model, its weights and the form of a page. Other page files in the directory are removed,
+unless a running server has them open. A file counts as a page file only if it begins like one that was made here.
 
 A process that opens a file by its name locks it, and then checks that the name still belongs to this file: another
 process may have removed it in between. Only the owner of the lock removes it.
@@ -44,13 +44,13 @@ _FIX = "choose another directory, a smaller cache.host_memory, or leave cache.di
 
 @dataclass(frozen=True)
 class PageFileConfig:
-    """Where pages are kept beyond the end of the process. fingerprint: of model, weights and form of a page"""
+    """The directory that keeps pages after the process. fingerprint: of model, weights and form of a page"""
 
     directory: Path
     fingerprint: str
 
     def of_group(self, group: int) -> PageFileConfig:
-        """Return where the pages of a layer group are: those with a sliding window have a folder of their own."""
+        """Return the configuration for a layer group. Layers with a sliding window have a folder of their own."""
         return dataclasses.replace(self, directory=self.directory / "window") if group else self
 
 
@@ -82,9 +82,9 @@ class PageFile:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise OSError if the file was cut meanwhile; it is whole again then, and all its pages are lost.
+        """Raise OSError if the file was truncated; it is then recreated, and all its pages are lost.
 
-        Call it before `rows` are used: the system ends a process that uses what is beyond the end.
+        Call it before `rows` are used: the system kills a process that reads memory beyond the file's end.
         """
         if self._is_whole():
             return
@@ -95,13 +95,13 @@ class PageFile:
         raise OSError("the file of cache.disk was cut while it was open, and its pages are lost")
 
     def begin(self, slots: list[int]) -> None:
-        """Note that the content of slots, each there once, will change: until `end` they count as empty."""
+        """Record that the content of distinct slots will change: until `end` they count as empty."""
         with self._lock:
             self._records["used"][slots] = 0
             self._versions[slots] += np.uint64(1)
 
     def end(self, slots: list[int], digests: list[bytes]) -> None:
-        """Note that the content of slots is complete. The thread writes their records."""
+        """Record that the content of slots is complete. The thread writes their records."""
         for slot, digest in zip(slots, digests, strict=True):
             self._written.put((slot, int(self._versions[slot]), digest))
 
@@ -137,7 +137,7 @@ class PageFile:
                 self._records["used"][slot] = self._versions[slot] == version
 
     def _sound(self, slot: int) -> bytes | None:
-        """Return the digest of an earlier process's page; None if its content is not what was written."""
+        """Return the digest of an earlier process's page; None if its content was changed or not written whole."""
         record = self._records[slot]
         digest = record["digest"].tobytes()
         return digest if record["used"] and self._checksum(slot, digest) == record["checksum"] else None
@@ -150,9 +150,9 @@ class PageFile:
 
 
 def fingerprint(model: Path, *form: object) -> str:
-    """Return a name for the pages of a model. Another one if its files change, or `form`.
+    """Return a name for the pages of a model. It changes if the model's files or `form` change.
 
-    model: directory or file of the checkpoint. form: what else decides the content of a page.
+    model: directory or file of the checkpoint. form: everything else that determines the content of a page
     """
     files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else gguf_parts(model)
     stats = [(path.name, *_state(path.stat())) for path in files]
@@ -160,7 +160,7 @@ def fingerprint(model: Path, *form: object) -> str:
 
 
 def _state(info: os.stat_result) -> tuple[int, ...]:
-    """Return what another content changes: files of container images and of archives may all have one `mtime`."""
+    """Return values that change with a file's content. Files of images and archives may all have one `mtime`."""
     return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
@@ -200,7 +200,7 @@ def _claimed(name: str, directory: int) -> int:
 
 
 def _begin(file: int, name: str) -> None:
-    """Write the first bytes of a locked file. Raises ConfigError for one that was not made here."""
+    """Write the first bytes of a locked file. Raises ConfigError if it was not made here."""
     if os.fstat(file).st_size and not _is_ours(file):
         raise ConfigError(f"cache.disk: {name} is there and no file of KV pages", fix=_FIX)
     os.pwrite(file, _HEAD, 0)
@@ -220,7 +220,7 @@ def remove_unused(directory: Path, replicas: int) -> None:
 
 
 def remove_files(directory: Path) -> None:
-    """Remove the page files of a directory, if there is one that can be used, but not those of running servers."""
+    """Remove the page files of a directory, if it can be used, except the files of running servers."""
     with contextlib.suppress(CacheDirectoryError, OSError):
         if directory.is_dir():
             with opened(directory) as found:

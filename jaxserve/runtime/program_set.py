@@ -1,7 +1,7 @@
 """The programs to compile: each step function with its shapes.
 
-Owns the shapes and shardings of everything that the programs take and return, which arguments they donate, and their
-compiler options.
+This file decides the shapes and shardings of the programs' arguments and results, the arguments that they donate, and
+their compiler options.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class ProgramSet:
     def first(self) -> list[Program]:
         """Return the fewest programs that serve every step: the largest of each family, and the small ones.
 
-        Without `decode`, because `decode_hidden` and `head_sample` compute decode rows too. Samplers take longest to
-        compile.
+        `decode` is left out, because `decode_hidden` and `head_sample` compute decode rows too, and samplers take
+        longest to compile.
         """
         b = self.buckets
         hidden = [self.decode_hidden(b.decode_hidden[-1])] if b.decode_hidden else []
@@ -142,7 +142,7 @@ class ProgramSet:
         return [*decode, self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1]), *verify]
 
     def extend_rows(self, num_tokens: int) -> int:
-        """Return the most rows that a step of `num_tokens` tokens can have."""
+        """Return the largest number of rows of a step of `num_tokens` tokens."""
         return min(num_tokens, self.shapes.state.num_slots)
 
     def extend_updates(self, num_tokens: int) -> int:

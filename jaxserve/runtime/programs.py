@@ -72,7 +72,7 @@ class StepPrograms:
 
     @property
     def num_groups(self) -> int:
-        """The number of layer groups. Each has its own page tables, see `kv_cache`."""
+        """Return the number of layer groups. Each has its own page tables, see `kv_cache`."""
         return 1 + max((layer.group for layer in self.layers), default=0)
 
     def decode(
@@ -178,7 +178,7 @@ class StepPrograms:
     def pool(self, leaves: Leaves, hidden: jax.Array, packed: jax.Array) -> jax.Array:
         """Return embeddings, or if the flag is set hidden states, of R tokens: float32 [R, D].
 
-        With a classification head, return its numbers: float32 [R, labels].
+        With a classification head, return its scores: float32 [R, labels].
         hidden: [max T, D]. packed: int32 [1 + R], the flag and the indices of the tokens in the step.
         """
         rows = hidden.at[packed[1:]].get(mode="clip")

@@ -1,6 +1,6 @@
 """The runner's configuration, with every "auto" resolved for the platform and the model.
 
-Owns the defaults that depend on platform and model.
+The defaults that depend on platform and model are here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RunnerConfig:
 
     @property
     def moves_pages(self) -> bool:
-        """Whether pages leave the device and come back."""
+        """Return whether pages leave the device and come back."""
         return self.passes_pages or self.host_memory is not None
 
     @classmethod
@@ -108,7 +108,7 @@ def resolve_dtypes(name: str, platform: str, *, keeps_bfloat16: bool = False) ->
     """Return the dtypes of weights and activations.
 
     On a CPU activations are float32 also with bfloat16 weights, because it computes float32 faster.
-    keeps_bfloat16: "auto" is bfloat16 on a CPU too: the checkpoint has these weights, and kernels that widen them.
+    keeps_bfloat16: "auto" is bfloat16 on a CPU too: the checkpoint has bfloat16 weights, and a kernel reads them.
     """
     cpu = platform == "cpu"
     if name == "auto":
@@ -149,7 +149,7 @@ def _compile_cache(configured: Path | str | None) -> Path | None:
 
 
 def _waits(config: Config) -> bool:
-    """Return whether an engine is ready only with all programs. A bundle is taken whole, and hosts run in step."""
+    """Return whether an engine is ready only with all programs: a bundle is loaded whole, and hosts run in step."""
     runtime = config.runtime
     modes = runtime.deterministic, config.speculation.max_drafts, config.cache.host_memory
     return runtime.wait_for_programs or runtime.bundle is not None or config.mesh.hosts > 1 or any(modes)
@@ -160,10 +160,10 @@ def _or(value: int | str, default: int) -> int:
 
 
 def context_length(asked: int | None, model: ModelConfig) -> int:
-    """Return the context. asked: model.max_model_len, in tokens.
+    """Return the context in tokens. asked: model.max_model_len, in tokens
 
-    YaRN may be asked for the original context times its factor, although max_position_embeddings says less: model
-    cards tell people to add it to config.json so. Raises ConfigError if more is asked.
+    With YaRN the limit is the original context times its factor, even if max_position_embeddings is less: model cards
+    tell users to add YaRN to config.json without changing it. Raises ConfigError if `asked` is above the limit.
     """
     longest, scaling = model.max_position_embeddings, None if model.rope is None else model.rope.scaling
     scaled = int(scaling.original_max_position * scaling.factor) if isinstance(scaling, YarnScaling) else longest

@@ -1,9 +1,8 @@
-"""What is decided before a runner allocates memory: buckets, layer caches, products, step functions, memory plan.
+"""Decides everything before a runner allocates: buckets, layer caches, products, step functions, memory plan.
 
-Makes the program set that follows from them. Allocates nothing; `plan` may compile programs to measure their memory.
-
-Programs that multiply float32 numbers as they are. By default XLA rounds them first: to TF32 on GPUs, to bfloat16 on
-TPUs.
+RunnerSetup makes the program set that follows from them. It allocates nothing; `plan` may compile programs to measure
+their memory. ExactProgramSet is for models in float32: by default XLA rounds the factors of a product, to TF32 on GPUs
+and to bfloat16 on TPUs.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class RunnerSetup:
     def plan(self, device_bytes: int | None = None) -> MemoryPlan:
         """Plan the memory. Raises ConfigError if the model does not fit.
 
-        device_bytes: memory of all devices; None: it is asked of them
+        device_bytes: memory of all devices; None: the devices are asked
         """
         config, num_devices = self.config, len(self.mesh.devices)
         vocab_size = self.loaded.config.vocab_size
@@ -168,7 +167,7 @@ class RunnerSetup:
         return memory.plan_host_pages(plan, self._host_page(0), self._host_page(1), config.host_memory)
 
     def _reached(self, group: int) -> int:
-        """Return the bytes of a page in a layer of a group on a device, 0 if the backend reads pages of any number."""
+        """Return the bytes of a page in a layer of a group on a device; 0 if the backend reads any number of pages."""
         if self.backend.name != "triton" or self.config.cache_dtype.itemsize > 1:
             return 0
         own = (layer for layer in self.layers if layer.group == group)
@@ -198,7 +197,7 @@ class RunnerSetup:
         )
 
     def _identity(self, max_model_len: int) -> str:
-        """Return what the step functions depend on; see Program.identity."""
+        """Return a text that names everything that the step functions depend on; see Program.identity."""
         steps = {f.name: getattr(self.steps, f.name) for f in dataclasses.fields(self.steps) if f.name not in _BOUND}
         weights = [(spec.name, spec.shape, jnp.dtype(spec.dtype).name) for spec in self.loaded.structure.specs]
         layers = [dataclasses.replace(layer, sharding=self.mesh.replicated) for layer in self.layers]
@@ -216,12 +215,12 @@ class RunnerSetup:
         return self.steps.num_groups * -(-max_model_len // self.config.page_size)
 
     def _probe_scratch(self, room: int) -> tuple[int, int]:
-        """Return the temporary bytes of the largest programs, and how many more they are for each page.
+        """Return the temporary bytes of the largest programs, and the additional bytes for each page.
 
-        They are compiled for a small KV cache, on a TPU for two, because XLA may copy some of it, such as the scales
-        of 8 bits. It refuses a program there that does not fit. If a layer's pages are below 64 MB, it keeps them in
-        the fast memory, where copies do not show.
-        room: bytes of all devices beside the weights
+        They are compiled for a small KV cache. On a TPU they are compiled for two sizes, because XLA may copy parts of
+        the cache, such as the scales of 8-bit pages, and refuses a program that does not fit. If a layer's pages are
+        below 64 MB, XLA keeps them in the fast memory, where copies do not show.
+        room: bytes of all devices that the weights leave
         """
         pages, length = -(-self.config.max_model_len // self.config.page_size), self.config.max_model_len
         most = pages
@@ -243,7 +242,7 @@ class RunnerSetup:
         return fixed, each
 
     def _estimate_scratch(self) -> int:
-        """Return an upper estimate: ten float32 copies of a layer's widest activations, or of the logits."""
+        """Return an upper estimate in bytes: ten float32 copies of a layer's widest activations, or of the logits."""
         model, rows = self.loaded.config, max(self.config.max_num_seqs, *self.buckets.verify, 1)
         widest = 2 * model.intermediate_size + 4 * model.hidden_size + 4 * model.num_heads * model.head_dim
         return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
@@ -263,7 +262,7 @@ def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 
 def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend) -> Products:
-    """Return the products of the step programs. Raises ConfigError if what is named cannot run here."""
+    """Return the products of the step programs. Raises ConfigError if a configured kernel cannot run here."""
     rounding = chosen_rounding(config, loaded, mesh, backend)
     if rounding == "cpu":
         logger.info("runtime.activations %s: activations are rounded", config.activations)
@@ -296,7 +295,7 @@ def check_reach(loaded: LoadedModel, products: Products) -> None:
 
 
 def _experts_in_words(products: Products, dtype: jnp.dtype) -> str:
-    """Say what multiplies rows of `dtype` by weights of experts."""
+    """Describe the kernel that multiplies rows of `dtype` by weights of experts."""
     match products.of_experts(dtype):
         case None:
             return "xla"
@@ -316,7 +315,7 @@ def native_products(backend: Backend, mesh: DeviceMesh) -> bool:
 
 
 def few_bits_platform(backend: Backend) -> FewBits | None:
-    """Return the platform whose kernel multiplies quantised weights; None: XLA widens them."""
+    """Return the platform whose kernel multiplies quantized weights; None: XLA dequantizes them."""
     if backend.name in ("triton", "mosaic_gpu"):
         return "gpu"
     return "tpu" if backend.name == "tpu" else None
@@ -325,9 +324,9 @@ def few_bits_platform(backend: Backend) -> FewBits | None:
 def chosen_rounding(
     config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None
 ) -> Rounding | None:
-    """Return for what device activations are rounded; None: they are not. backend: None for an encoder.
+    """Return the device for which activations are rounded; None: they are not. backend: None for an encoder
 
-    Raises ConfigError if the configuration asks for it and this machine or these weights cannot have it.
+    Raises ConfigError if the configuration asks for it and this machine or these weights do not support it.
     """
     on_cpu = mesh.platform == "cpu"
     if config.activations == "rounded":
@@ -345,7 +344,7 @@ def chosen_rounding(
 
 
 def _made_for_8_bits(loaded: LoadedModel) -> bool:
-    """Return whether the weights are those of a checkpoint for activations of 8 bits."""
+    """Return whether the checkpoint was made for 8-bit activations."""
     form = loaded.config.stored_form
     return form is not None and form.rounds_activations and loaded.config.quantization == "stored"
 
@@ -374,7 +373,7 @@ def _asked_on_cpu(loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None
 
 
 def _rounded_on_cpu(spec: ParamSpec) -> bool:
-    """Return whether the activations that a weight meets may be rounded, if its dtype is one of ROUNDED_FORMS."""
+    """Return whether the activations of a weight's products may be rounded, if its dtype is one of ROUNDED_FORMS."""
     packing = spec.packing
     if "expert" in spec.axes:
         return False
@@ -403,7 +402,7 @@ def _asked(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend:
 
 
 def _any_rounded(loaded: LoadedModel, device: Device) -> bool:
-    """Return whether the activations that some weight meets are rounded on a device."""
+    """Return whether the activations of some weight's products are rounded on a device."""
 
     def rounds(spec: ParamSpec) -> bool:
         packing = spec.packing
@@ -415,7 +414,7 @@ def _any_rounded(loaded: LoadedModel, device: Device) -> bool:
 
 
 def _device(mesh: DeviceMesh) -> Device | None:
-    """Return what `ops.linear.rounded` calls the devices of a mesh; None: it is not for them."""
+    """Return the name of a mesh's devices in `ops.linear.rounded`; None: it does not serve them."""
     if mesh.platform == "tpu":
         return "tpu"
     capability = compute_capability(mesh.devices[0])
@@ -425,7 +424,7 @@ def _device(mesh: DeviceMesh) -> Device | None:
 
 
 def _has_mosaic() -> bool:
-    """Return whether this jax has what the kernel for groups is written in."""
+    """Return whether this jax has Mosaic GPU, in which the kernel for groups is written."""
     try:
         importlib.import_module("jaxserve.ops.linear.rounded_groups")
     except ImportError as error:

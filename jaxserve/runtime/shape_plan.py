@@ -1,4 +1,4 @@
-"""Bytes of weights and KV pages that a model would need on a mesh, computed from shapes without any device.
+"""Computes the bytes of weights and KV pages that a model needs on a mesh, from shapes and without any device.
 
 Nothing is allocated, so a model of 671 billion parameters can be planned on a laptop. It uses the server's own code:
 parameter shardings of models.sharding, page shapes of the attention backend, the arithmetic of runtime.memory.
@@ -38,7 +38,7 @@ class ShapePlan:
     kv_token_bytes: int  # bytes of one token in all layers
     window: int | None = None  # widest sliding window in tokens; None: no layer has one
     window_token_bytes: int = 0  # part of kv_token_bytes: layers with a sliding window
-    # Bytes of a page of 8 bits in one layer, the largest without a sliding window and with one; 0: there is none.
+    # Bytes of an 8-bit page in one layer, the largest without a sliding window and with one; 0: there is none.
     reached: tuple[int, int] = (0, 0)
 
     @property
@@ -57,13 +57,13 @@ class ShapePlan:
         return pages, pages if self.window is None else WindowSize(self.window, PAGE_SIZE, _CHUNK).most(length)
 
     def largest_batch(self, device_bytes: int, length: int, memory_fraction: float = 0.9) -> int:
-        """Return how many requests of `length` tokens fit at once, next to the weights."""
+        """Return the number of requests of `length` tokens that fit at once, beside the weights."""
         batch = self._left(device_bytes, memory_fraction) // self.request_bytes(length)
         each = zip(self._request_pages(length), self.reached, strict=True)
         return min(within_reach(batch * pages, size) // pages for pages, size in each)
 
     def kv_tokens(self, device_bytes: int, memory_fraction: float = 0.9) -> int:
-        """Return how many tokens fit next to the weights if every layer keeps all of them; 0 if none do."""
+        """Return the number of tokens that fit beside the weights if every layer keeps all of them; 0 if none do."""
         pages = self._left(device_bytes, memory_fraction) // (self.kv_token_bytes * PAGE_SIZE)
         return within_reach(pages, max(self.reached)) * PAGE_SIZE
 
@@ -75,7 +75,7 @@ class ShapePlan:
     ) -> tuple[int, float]:
         """Return (tokens, requests of full context) that fit next to the weights if window layers keep only the window.
 
-        Plans as the server does, for `max_num_seqs` requests and sequences of at most `context` tokens.
+        It plans as the server does, for `max_num_seqs` requests and sequences of at most `context` tokens.
         """
         windowed = self.window is not None and self.window < context
         size = WindowSize(self.window, PAGE_SIZE, _CHUNK) if self.window is not None and windowed else None

@@ -1,7 +1,7 @@
 """The input of a step as one int32 array: packed on the host, unpacked inside the jitted program.
 
-Owns both ends of the layout. Every `pack_*` returns a newly allocated array that must not be changed: the CPU client
-reads host memory in place while the step runs.
+Both ends of the layout are here. Every `pack_*` returns a newly allocated array that must not be changed: the CPU
+client reads host memory in place while the step runs.
 
     decode  [B]     header | B x slot | U x (slot, page index, page id), U = B x groups of layers
     hidden  [B]     decode [B] | B x offset | B x token id
@@ -13,7 +13,7 @@ Padding rows and padding page updates have slot S = max_num_seqs, which scatters
 slot's last token, and a start of -1 the slot's position: the host does not know them while a step is in flight. An
 offset is added to the slot's position: the drafts of a row follow its last token.
 
-A dispatched step: its results are device arrays that are being copied to the host.
+DeviceStep is a dispatched step, whose results are device arrays that are being copied to the host.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def pack_extend(
 
 
 class HeadWishes(NamedTuple):
-    """What the rows of a step ask of head and sampler. masked: there is a token mask"""
+    """The outputs that a step's rows ask of head and sampler. masked: there is a token mask"""
 
     logprobs: bool = False
     masked: bool = False
@@ -343,12 +343,12 @@ class PromptChunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutputs:
-    """What a step of R rows yields besides its tokens. Arrays are on the device.
+    """The results of a step of R rows except its tokens. Arrays are on the device.
 
     logprobs        whether `Sampled.logprobs` are requested
     prompt          row -> the chunks of its log-probabilities, in order
     pooled          [(rows, embeddings [n and more, D], of these rows in order)]
-    finite          bool [R and more]: whether the hidden states of a row are; None: the sampler says it
+    finite          bool [R and more]: whether a row's hidden states are finite; None: the sampler says it
     extras          None: no row requests extra outputs
     """
 
@@ -376,7 +376,7 @@ Finish = Callable[[np.ndarray, Collection[int]], Sampled]
 class DeviceStep:
     """The `StepHandle` of a step of R rows.
 
-    sampling        the rows that got a token, ascending; sampled holds them first, in this order
+    sampling        the rows that got a token, ascending; they are first in `sampled`, in this order
     finish          of a masked step: bitmask of the sampling rows, and which of them get no token -> Sampled
     """
 

@@ -1,8 +1,7 @@
 """The weights of a runner while it serves: replaced without compiling, kept in host memory, or dropped.
 
-No step may be on the devices during any of these calls.
-
-Reads checkpoint tensors back from the parameters made of them: the inverse of models/checkpoint/loader.py.
+No step may be on the devices during any of these calls. `tensor_of` reads a checkpoint tensor back from the parameters
+made of it, as the inverse of models/checkpoint/loader.py.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.checkpoint.weight_sources import Specs, WeightSource
 from jaxserve.models.weights import ParamSpec, Part
 
-MAX_NUMBERS = 2**19  # of one answer; more would hold up the HTTP process for 0.1 s and more
+MAX_NUMBERS = 2**19  # values of one answer; more would delay the HTTP process by at least 0.1 s
 
 
 def tensor_of(specs: Sequence[ParamSpec], leaves: Sequence[jax.Array], name: str, num_rows: int) -> np.ndarray:
     """Return the first `num_rows` indices of the first axis of checkpoint tensor `name`: float32 [rows, ...].
 
     specs, leaves: of all parameters, in the same order. Raises InvalidValueError if no parameter has the tensor, if it
-    is quantised, or if the answer would have more than MAX_NUMBERS numbers.
+    is quantized, or if the answer would have more than MAX_NUMBERS values.
     """
     found = list(_parts_of(specs, leaves, name))
     if not found:
@@ -57,7 +56,7 @@ def _parts_of(specs: Sequence[ParamSpec], leaves: Sequence[jax.Array], name: str
 
 
 def _numbers(leaf: np.ndarray, part: Part) -> np.ndarray:
-    """Return what a part has of its checkpoint tensor, in the order of that tensor."""
+    """Return the values that a part has of its checkpoint tensor, in that tensor's order."""
     view = leaf[tuple(slice(start, start + size) for start, size in zip(part.start, part.view, strict=True))]
     once = view[:: part.repeat]
     if part.transpose is None:
@@ -72,7 +71,7 @@ _HOST = "pinned_host"
 
 
 class HoldsLeaves(Protocol):
-    """A runner, as far as its weights go."""
+    """The part of a runner that has its weights."""
 
     leaves: Leaves
 
@@ -99,7 +98,7 @@ class _Staged:
 class DeviceWeights:
     """Replaces, moves and drops the weights of a runner.
 
-    place: where the weights are. Only those on the devices can be used.
+    place: where the weights are. Weights can only be used on the devices.
     """
 
     def __init__(self, runner: HoldsLeaves, structure: ModelStructure) -> None:
@@ -146,7 +145,7 @@ class DeviceWeights:
         return source.parameters >= {spec.wide().name for spec in self.structure.specs}
 
     def _bring_back(self, source: WeightSource) -> None:
-        """Prepare an update of weights that are not on the devices. One of all parameters needs none of the old."""
+        """Prepare an update of weights that are not on the devices. A complete update needs no old weights."""
         self.check(source)
         if self._has_all(source):
             self.drop()
@@ -208,7 +207,7 @@ class DeviceWeights:
         self.place = "host"
 
     def to_device(self) -> None:
-        """Move the weights back from the memory of the host. Dropped ones stay dropped."""
+        """Move the weights back from the memory of the host. Dropped weights stay dropped."""
         if self.place != "host":
             return
         leaves = [jax.device_put(leaf, place) for leaf, place in zip(self._hosted, self._shardings, strict=True)]

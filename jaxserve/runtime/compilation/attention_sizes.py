@@ -1,6 +1,7 @@
-"""The attention backend that serves, by the device, the model's heads and the dtype; and the sizes of its kernels.
+"""Chooses the attention backend and its kernels' sizes by the device, the model's heads and the dtype.
 
-Triton's default sizes are for the 227 KiB of shared memory of Hopper and of a B200, a TPU's for few kv heads.
+Triton's default sizes suit the 227 KiB of shared memory of Hopper and of a B200. The TPU's default sizes suit few kv
+heads.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def has_triton(device: Any) -> bool:
 def serving_backend(
     name: str, device: Any, layers: Iterable[AttentionLayer], dtype: jnp.dtype, tensor: int = 1
 ) -> Backend:
-    """Return the backend that `runtime.attention` names, in sizes that the device holds.
+    """Return the backend that `runtime.attention` names, with sizes that fit the device's memory.
 
     dtype: of activations. tensor: devices over which heads are split
     "auto" takes XLA's on a GPU where Triton's kernels cannot run or spill, and logs it.
@@ -62,13 +63,13 @@ def serving_backend(
 
 
 def _lacks(device: Any) -> str:
-    """Return what a GPU lacks for Triton's kernels; empty: nothing."""
+    """Return the reason why a GPU cannot run Triton's kernels; empty: it can."""
     found = ".".join(map(str, compute_capability(device)))
     return "" if has_triton(device) else f"a GPU of compute capability 8.0 or more, not {found}"
 
 
 def _cannot(backend: Backend, device: Any, layers: Sequence[AttentionLayer], dtype: jnp.dtype) -> str:
-    """Return what a backend of a GPU needs and does not have; empty: nothing.
+    """Return the reason why a GPU's backend cannot run; empty: it can.
 
     Compiled for an H200 in float32, Triton's kernel for prompts takes 344,832 bytes of shared memory with head_dim 256
     and 303,872 with latent rows; with head_dim 128 it spills 37 KB.
@@ -83,7 +84,7 @@ def _cannot(backend: Backend, device: Any, layers: Sequence[AttentionLayer], dty
 
 
 def fitted(backend: Backend, device: Any, layers: Iterable[AttentionLayer]) -> Backend:
-    """Return the backend with sizes that a GPU's shared memory holds; itself if the default ones are.
+    """Return the backend with sizes that fit a GPU's shared memory; the backend itself if its default sizes fit.
 
     Compiled for compute capability 8.0 and 8.9, heads wider than 128 take 172,544 bytes in Triton's kernel for prompts.
     An A100 has 166,912 and an L4 101,376. Half a tile of context, loaded in fewer stages, takes 69,760.
@@ -105,7 +106,7 @@ def fitted(backend: Backend, device: Any, layers: Iterable[AttentionLayer]) -> B
 
 
 def _fitted_on_tpu(backend: Backend, layers: Sequence[AttentionLayer], dtype: jnp.dtype, tensor: int) -> Backend:
-    """Return the backend with sizes that the memory of a TPU's core holds, for prompts too."""
+    """Return the backend with sizes that fit the memory of a TPU's core, for prompts too."""
     from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning  # noqa: PLC0415  as above
 
     assert isinstance(backend, TpuBackend)

@@ -1,4 +1,4 @@
-"""The fixed shapes (buckets) that programs are compiled for: few, for a fast start, and close, for little padding.
+"""Chooses the fixed shapes (buckets) of programs: few, for a fast start, and close, for little padding.
 
 Every size up to the maximum fits into a bucket, so no request is refused because of its shape.
 """
@@ -98,8 +98,9 @@ def make_buckets(
 
 
 def verify_rows(num_tokens: int) -> int:
-    """Return the rows of a step with drafts of `num_tokens` tokens: half of them, because a row without drafts is rare
-    where drafts pay.
+    """Return the rows of a step with drafts of `num_tokens` tokens: half as many.
+
+    If drafts are worth their cost, rows without drafts are rare.
     """
     return max(1, num_tokens // 2)
 

@@ -1,19 +1,13 @@
 """Ahead-of-time compilation: every program that serves requests is compiled before the first request.
 
-Owns the parallel compilation of programs and the count of XLA compilations. A compiled program has one shape: a call
-with another shape is an error, never a compilation while serving.
+Programs are compiled in parallel, and XLA compilations are counted. A compiled program has one shape: a call with
+another shape is an error, never a compilation while serving.
 
-Programs that are compiled while the engine already serves with others, in threads.
-
-They have the priority of all other threads: one that the system lets wait while it holds Python's lock would stop the
-engine.
-
-The programs of a runner by family and size, some of which may be compiled only later.
-
-A step takes the smallest program that is there and large enough. The largest of each family that steps need is there
-from the start, so that every step finds one.
-
-The first runs of a runner's programs, which also measure how long a step takes.
+LateCompilation compiles the rest of the programs in threads while the engine already serves. These threads have the
+normal priority: a thread that the system delays while it holds Python's lock would stop the engine. ProgramTable has a
+runner's programs by family and size. A step runs the smallest one that is compiled and large enough; the largest of
+each family is compiled at the start, so every step finds one. WarmUp makes the first runs, and measures how long a step
+takes.
 """
 
 from __future__ import annotations
@@ -66,9 +60,8 @@ def compiler_options(
 ) -> Mapping[str, bool | str]:
     """Return XLA's options for every program. version: of jaxlib. several: the devices belong to several hosts.
 
-    deterministic: results must not depend on a program's shapes. Fused dots on a CPU depend on them, so dots are then
-    not fused; with the jaxlib of _WRONG_SUMS they never are. If XLA_FLAGS names the command buffers, a GPU gets
-    the operator's.
+    deterministic: results must not depend on a program's shapes. Fused dots on a CPU do, so dots are then not fused;
+    with the jaxlib of _WRONG_SUMS they never are. If XLA_FLAGS sets the command buffers, the operator's value holds.
     """
     if platform == "gpu":
         graph = {} if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", "") else _ONE_GRAPH
@@ -81,7 +74,7 @@ class Program:
     """One program of fixed shapes.
 
     args: pytrees of jax.ShapeDtypeStruct, with shardings if they matter. weight: larger is compiled earlier.
-    identity: a text that names all that `function` depends on beside its arguments; None: it is not kept in a store.
+    identity: a text that names everything that `function` depends on, except its arguments; None: it is not stored
     """
 
     name: str
@@ -103,7 +96,7 @@ class CompileCounter:
     """Counts the XLA compilations of this process from construction to `close`. Loads from the cache count too.
 
     A context manager: `with CompileCounter() as counter: ...; assert counter.count == 0`.
-    leaves_out: asked in the thread that compiled whether it does not count
+    leaves_out: called in the thread that compiled; if it returns True, the compilation is not counted
     """
 
     def __init__(self, leaves_out: Callable[[], bool] = lambda: False) -> None:
@@ -136,10 +129,10 @@ class CompileCounter:
 
 
 class ProgramStorage(Protocol):
-    """A place of compiled programs."""
+    """A store of compiled programs."""
 
     def find(self, program: Program) -> jax.stages.Compiled | None:
-        """Load a program; None: it is not there and must be compiled. Raises ConfigError if it must not be."""
+        """Load a program; None: it is missing and must be compiled. Raises ConfigError if it must not be compiled."""
         ...
 
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
@@ -148,7 +141,7 @@ class ProgramStorage(Protocol):
 
 
 class _CacheHits(threading.local):
-    """Whether the last compilation of this thread came from JAX's own cache. XLA cannot serialise such a program."""
+    """Records whether this thread's last compilation came from JAX's own cache. XLA cannot serialize such a program."""
 
     found = False
 
@@ -182,7 +175,7 @@ def compile_all(
 ) -> dict[str, jax.stages.Compiled]:
     """Compile in a thread pool, largest first, and share the results in the cache. The first error stops the rest.
 
-    store: from which programs are loaded instead, and where new ones are kept
+    store: programs are loaded from it instead, and new ones are stored in it
     """
     order = sorted(programs, key=lambda program: -program.weight)
     compiled: dict[str, jax.stages.Compiled] = {}
@@ -211,7 +204,7 @@ CORES_PER_THREAD, MOST_THREADS = 4, 4
 
 
 def num_threads(cores: int) -> int:
-    """Return in how many threads programs are compiled while requests are served. cores: that this process may use"""
+    """Return the number of threads that compile programs while requests are served. cores: of this process"""
     return max(1, min(MOST_THREADS, cores // CORES_PER_THREAD))
 
 
@@ -223,8 +216,8 @@ def compiles_programs() -> bool:
 class LateCompilation:
     """Compiles or loads programs in threads, in their order, and hands over each.
 
-    total   how many there are; with `done` all are there
-    error   why a thread ended early; the engine goes on with the programs that it has
+    total   number of programs; when `done` equals it, all are compiled
+    error   the error that ended a thread early; the engine goes on with the programs that it has
     """
 
     def __init__(
@@ -233,7 +226,7 @@ class LateCompilation:
         store: ProgramStorage | None,
         take: Callable[[str, jax.stages.Compiled], None],
     ) -> None:
-        """take: called with the name of a program and itself, in a thread, one call at a time"""
+        """Make it without starting it. take: called in a thread with a program's name and the program, one at a time"""
         self.total = len(programs)
         self.error: Exception | None = None
         self._done = 0
@@ -247,23 +240,23 @@ class LateCompilation:
 
     @property
     def done(self) -> int:
-        """How many programs are there."""
+        """Return the number of programs that are compiled."""
         return self._done
 
     @property
     def is_complete(self) -> bool:
-        """Whether all programs are there."""
+        """Return whether all programs are compiled."""
         return self._done == self.total
 
     def start(self) -> None:
-        """Begin, if there is anything to compile. A second call does nothing."""
+        """Start the threads if there is anything to compile. A second call does nothing."""
         if self._threads and self._threads[0].ident is None:
             self._began = time.monotonic()
             for thread in self._threads:
                 thread.start()
 
     def close(self) -> None:
-        """Begin no more programs. Does not wait for those that are being compiled."""
+        """Begin no more programs. Does not wait for the programs that are being compiled."""
         self._stopped = True
 
     def wait(self) -> None:
@@ -314,17 +307,17 @@ class ProgramTable:
             self._sizes[family] = tuple(self.by_size[family])  # last: another thread reads it
 
     def sizes(self, family: str) -> tuple[int, ...]:
-        """Return the sizes that are there, ascending."""
+        """Return the sizes that are compiled, ascending."""
         return self._sizes[family]
 
     def find(self, family: str, count: int) -> int | None:
-        """Return the smallest size that is there and holds `count`; None: there is none."""
+        """Return the smallest compiled size of at least `count`; None: there is none."""
         sizes = self._sizes[family]
         index = bisect_left(sizes, count)
         return sizes[index] if index < len(sizes) else None
 
     def fit(self, family: str, count: int) -> int:
-        """Return the smallest size that is there and holds `count`. Raises ValueError if there is none."""
+        """Return the smallest compiled size of at least `count`. Raises ValueError if there is none."""
         size = self.find(family, count)
         if size is None:
             largest = max(self._sizes[family], default=0)
@@ -332,7 +325,7 @@ class ProgramTable:
         return size
 
 
-# On a GPU every program is worth it: the first request of one that did not run waits for its CUDA graph.
+# On a GPU every program is run: otherwise its first request waits for the CUDA graph.
 WARM_UP_SECONDS = {"cpu": 5.0, "gpu": 60.0, "tpu": 5.0}
 FIRST_RUN_SECONDS = 1.0  # a run this long is timed once: the overhead of a first run hardly matters
 SHORT_RUN_SECONDS = 0.01  # a run this short is timed MAX_RUNS times
@@ -342,7 +335,7 @@ BeforeRun = Callable[[str, int], None]
 
 
 class Runs(Protocol):
-    """A runner, as far as its first runs go."""
+    """The part of a runner that its first runs need."""
 
     def sizes(self) -> list[tuple[str, int]]: ...
     def timed_run(self, family: str, size: int) -> float: ...
@@ -374,7 +367,7 @@ class WarmUp:
                 return
 
     def times(self) -> StepTimes:
-        """Return the times of steps, as far as they were measured."""
+        """Return the times of the steps that were measured."""
         hidden, verify = self._seconds.get("decode_hidden", {}), self._seconds.get("verify", {})
         verify = {size: hidden[size] + taken for size, taken in verify.items() if size in hidden}
         return StepTimes.of(self._seconds.get("decode", {}), self._seconds.get("extend", {}), verify)
@@ -383,7 +376,7 @@ class WarmUp:
 def measured_times(runner: Runs, platform: str, max_drafts: int, before_run: BeforeRun | None = None) -> StepTimes:
     """Run every program, small ones first. Stops after WARM_UP_SECONDS of the platform and a step of drafts.
 
-    before_run: called before each run; other hosts must make the same run, and know no time
+    before_run: called before each run; other hosts must make the same run, and measure no time
     """
 
     def run(family: str, size: int) -> float:
@@ -398,10 +391,10 @@ def measured_times(runner: Runs, platform: str, max_drafts: int, before_run: Bef
 
 
 def _fastest(run: Callable[[str, int], float], family: str, size: int) -> float:
-    """Return the seconds of the fastest of several runs. Runs once only if that took FIRST_RUN_SECONDS.
+    """Return the seconds of the fastest of several runs. It runs only once if that took FIRST_RUN_SECONDS.
 
     On a CPU a first run takes up to 0.1 s longer than the next. On a GPU the second run records the CUDA graph.
-    A short run takes several times as long if another process interrupts it, so that short runs are repeated.
+    A short run takes several times as long if another process interrupts it, so short runs are repeated.
     """
     taken = run(family, size)
     if taken >= FIRST_RUN_SECONDS:

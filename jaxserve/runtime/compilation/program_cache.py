@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _OWN = "process-"  # prefix of a process's private directory
 _ENTRY = "*-cache"  # names of JAX's cache entries
-_ZSTD = b"\x28\xb5\x2f\xfd"  # how an entry begins if JAX found a zstd module; otherwise it is in zlib's form
+_ZSTD = b"\x28\xb5\x2f\xfd"  # the beginning of an entry if JAX found a zstd module; otherwise it is in zlib's form
 
 
 def enable(directory: Path) -> None:
@@ -55,7 +55,7 @@ def enable(directory: Path) -> None:
 
 @contextlib.contextmanager
 def unused() -> Iterator[None]:
-    """Compile everything anew in the body. XLA's CPU client cannot serialise a program that came from the cache."""
+    """Compile everything anew in the body. XLA's CPU client cannot serialize a program that came from the cache."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()

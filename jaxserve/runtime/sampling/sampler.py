@@ -4,16 +4,12 @@ Every feature that is off by default is under `lax.cond` on a scalar of the batc
 requests, and a batch without the feature does not pay for it. A row's token depends on its logits, its slot's state and
 its position, never on other rows, the step or a clock.
 
-Order, as in Hugging Face and vLLM: repetition, frequency and presence penalties; logit bias; min_tokens; static and
-step masks; then greedy, or temperature, top-k, top-p of what top-k kept, and min-p relative to the likeliest token.
-Tokens that tie with the last one that top-k or top-p keeps are all kept.
-
-Drawing a token from logits or probabilities: greedy, filters (top-k, top-p, min-p), random draws and watermarks.
+The order is Hugging Face's and vLLM's: repetition, frequency and presence penalties; logit bias; min_tokens; static and
+step masks (all these are LogitRules); then greedy, or temperature, top-k, top-p of the tokens that top-k kept, and
+min-p relative to the likeliest token. Tokens that tie with the last one that top-k or top-p keeps are all kept.
 
 A draw depends on the row's probabilities, seed and position only; with a watermark, on its probabilities, the key and
-the tokens before it. It never depends on the other rows.
-
-Changes to logits before sampling: penalties, logit bias, min_tokens and token masks, in this order.
+the tokens before it.
 """
 
 from __future__ import annotations
@@ -86,13 +82,13 @@ def filter_probs(
     active: jax.Array,
     vocab: Vocab = WHOLE,
 ) -> jax.Array:
-    """Set to zero what top-k, top-p and min-p exclude, in the rows with `active`, bool [R].
+    """Set the probabilities that top-k, top-p and min-p exclude to zero, in the rows with `active`, bool [R].
 
     probs: float32 [R, V]; the largest of a row is 1, and they need not sum to 1. top_k: int32 [R]; top_p, min_p:
     float32 [R].
     top-k keeps the k largest and all that tie with the k-th. top-p (Holtzman et al., arXiv 1904.09751) keeps the
-    fewest likeliest tokens whose share of what top-k kept reaches top_p, and all that tie with the last. min-p
-    (arXiv 2407.01082) keeps tokens of at least min_p times the largest.
+    fewest likeliest tokens whose share of the tokens that top-k kept reaches top_p, and all that tie with the last.
+    min-p (arXiv 2407.01082) keeps tokens of at least min_p times the largest.
     """
     some_k, some_p = active & (top_k > 0), active & (top_p < 1)
     counts = jnp.minimum(top_k, vocab.size(probs)).astype(jnp.float32)
@@ -252,7 +248,7 @@ class LogitRules:
 
     @property
     def needed(self) -> jax.Array:
-        """Whether any row needs any change, a bool scalar."""
+        """Return whether any row needs any change, a bool scalar."""
         return functools.reduce(jnp.logical_or, (needed for needed, _ in self.steps))
 
     def apply(self, logits: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Slot state: the state of every running request on the device, one row per slot, so that a step transfers little.
 
-The fields of SlotState declare its layout: dtype, shape, and for numbers that come from a request their source. The
+The fields of SlotState declare its layout: dtype, shape, and for values that come from a request their source. The
 rest is the small programs that admit a request to a slot. The host side packs a SlotInit into fixed-size int32 groups;
 the device side unpacks and scatters them. A slot index of `max_num_seqs` or above is padding: writes to it are dropped.
 """
@@ -37,8 +37,9 @@ def _array(dtype: jax.typing.DTypeLike, *trailing: int | str) -> dict[str, Any]:
 
 
 def _scalar(dtype: jax.typing.DTypeLike, source: Source | None = None) -> dict[str, Any]:
-    """Declare one number per slot, which `admit` writes. source: its value; None: the field of SamplingParams with
-    the same name, whose default is that of the slot.
+    """Declare one value per slot, which `admit` writes.
+
+    source: returns the value; None: the field of SamplingParams with the same name, whose default the slot has
     """
     return {"dtype": dtype, "trailing": (), "scalar": True, "source": source}
 
@@ -99,7 +100,7 @@ class SlotState:
 
 
 def _scalars(dtype: jax.typing.DTypeLike) -> dict[str, Source]:
-    """Return the numbers of a dtype that `admit` writes, each with its source."""
+    """Return the values of a dtype that `admit` writes, each with its source."""
     found = [each for each in fields(SlotState) if "scalar" in each.metadata and each.metadata["dtype"] is dtype]
     return {each.name: each.metadata["source"] or _parameter(each.name) for each in found}
 
@@ -197,7 +198,7 @@ def _allow_mask_needed(params: SamplingParams) -> bool:
 def pack_masks(init: SlotInit, vocab_size: int) -> np.ndarray | None:
     """Pack (slot, allow words, early words), int32 [1 + 2W], for `admit_masks`. None if the request needs no mask.
 
-    The allow mask holds allowed_token_ids without bad words of one token. Bad words of several tokens depend on the
+    The allow mask has allowed_token_ids without bad words of one token. Bad words of several tokens depend on the
     output and are in the step's bitmask.
     """
     params = init.params

@@ -1,7 +1,7 @@
 """Verification of drafts: the sampler draws one token after another for as long as it draws a row's drafts.
 
-A token depends on its logits, the slot's state and its position. All three are those of a step without drafts, so the
-tokens are those without drafts too, with every sampling parameter.
+A token depends on its logits, the slot's state and its position. All three are the same as in a step without drafts, so
+the tokens are the same too, with every sampling parameter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The vocabulary axis over devices: which columns of [R, V] a device has, and the reductions across them.
+"""The vocabulary axis over devices: the columns of [R, V] that a device has, and the reductions across them.
 
 If the head is split over its vocabulary, the sampler runs under shard_map on each device's columns and uses these
 reductions. Per row a device sends one value, 128 sums or the candidates of a top-k; it never sends a whole row.
@@ -42,12 +42,12 @@ class Vocab:
 
     @property
     def parts(self) -> int:
-        """Number of devices that a row is split over."""
+        """Return the number of devices over which a row is split."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def columns(self) -> P:
-        """The PartitionSpec of an array [R, V]."""
+        """Return the PartitionSpec of an array [R, V]."""
         return P(None, self.axes) if self.axes else P()
 
     def call(self, function: Callable[..., Any], specs: tuple[Any, ...], *args: Any) -> Any:

@@ -1,8 +1,9 @@
 """A bundle: a directory with every compiled program of one model, mesh and device, written by `jaxserve compile`.
 
-A server that is started with one compiles nothing. manifest.json says what the programs were made for, and has a
-checksum of each; the other files are those of program_store.py. The files are code, so the directory and each file must
-belong to this user or to root, and no other user may be able to write them. Each mismatch is refused with its reason.
+A server that is started with one compiles nothing. manifest.json names the model, mesh and device, and has a checksum
+of each program; the other files have the form of program_store.py. The files are code, so the directory and each file
+must belong to this user or to root, and no other user may be able to write them. Each mismatch is refused with its
+reason.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class ProgramFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a bundle is.
+    """The description of a bundle.
 
     made_for: the fingerprint. settings: the model and the limits, as texts. tuning: how matrix products were chosen
-    num_pages, num_window_pages, max_model_len: of the memory plan, which the shapes of the programs depend on
+    num_pages, num_window_pages, max_model_len: of the memory plan, because the programs' shapes depend on them
     """
 
     made_for: dict[str, str]
@@ -70,7 +71,7 @@ class Bundle:
 
     @classmethod
     def open(cls, directory: Path, mesh: DeviceMesh) -> Bundle:
-        """Read the manifest. Raises ConfigError if the bundle is not safe, or was made for something else."""
+        """Read the manifest. Raises ConfigError if the bundle is not safe, or if its fingerprint differs."""
         manifest = _read_manifest(directory)
         check_same(manifest.made_for, fingerprint(mesh), f"the bundle {directory}")
         return cls(directory, manifest)
@@ -101,7 +102,7 @@ class Bundle:
         )
 
     def find(self, program: Program) -> jax.stages.Compiled:
-        """Load a program. Raises ConfigError if it is not there, was changed, or is of another shape."""
+        """Load a program. Raises ConfigError if it is missing, was changed, or has another shape."""
         found = self.manifest.programs.get(program.name)
         if found is None:
             raise self._refusal(f"has no program {program.name}")
@@ -143,10 +144,10 @@ class BundleWriter:
             path.unlink()
 
     def find(self, program: Program) -> None:
-        """Return None: everything is compiled."""
+        """Return None, so that every program is compiled."""
 
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
-        """Write a program's file. Raises ConfigError if XLA cannot serialise it, OSError if it cannot be written."""
+        """Write a program's file. Raises ConfigError if XLA cannot serialize it, OSError if it cannot be written."""
         key = program_key(program, self._made_for)
         try:
             data = encode(serialize(compiled))
@@ -159,7 +160,7 @@ class BundleWriter:
             self._programs[program.name] = ProgramFile(name, key, hashlib.sha256(data).hexdigest())
 
     def finish(self, settings: Mapping[str, str], tuning: str, pages: tuple[int, int], max_model_len: int) -> int:
-        """Write the manifest, without which the other files are no bundle. Returns the bytes of all files."""
+        """Write the manifest, which completes the bundle. Returns the bytes of all files."""
         manifest = Manifest(self._made_for, dict(settings), tuning, *pages, max_model_len, self._programs)
         with opened(self._directory) as held:
             write_code(held.descriptor, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))

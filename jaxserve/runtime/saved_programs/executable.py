@@ -1,9 +1,9 @@
 """Compiled programs as bytes, and back, without tracing and without pickle.
 
-The bytes are XLA's own serialisation of the executable, which is machine code. Everything else that jax needs to call
-it is described in plain data: the tree of the results and their shapes. Arguments and shardings come from the
-`Program` at hand. The classes of jax that hold a loaded executable are not public, so this file is the only one that
-names them; `load` raises ProgramFormatError if another version of jax has changed them.
+The bytes are XLA's own serialization of the executable, which is machine code. The rest that jax needs to call it is
+plain data: the tree of the results and their shapes. Arguments and shardings come from the `Program` at hand. The
+classes of jax for a loaded executable are not public, so only this file names them; `load` raises ProgramFormatError if
+another version of jax has changed them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoredResult(msgspec.Struct, frozen=True):
 class StoredProgram(msgspec.Struct, frozen=True):
     """A compiled program without its arguments and shardings.
 
-    kept: indices of the flat arguments that the executable takes. layouts: of these
+    kept: indices of the flat arguments that the executable takes. layouts: their layouts
     tree: of the results: a list ["tuple", ...], ["list", ...], ["dict", keys, ...], ["none"], ["leaf"] or [class, ...]
     """
 
@@ -69,7 +69,7 @@ class StoredProgram(msgspec.Struct, frozen=True):
 def serialize(compiled: jax.stages.Compiled) -> StoredProgram:
     """Return the bytes and the description of a program. Raises ProgramFormatError if it has none.
 
-    Also for a program that was compiled for a device that is not there.
+    The program may be compiled for a device that is not there.
     """
     try:
         inner = _unloaded(compiled)
@@ -93,7 +93,7 @@ def serialize(compiled: jax.stages.Compiled) -> StoredProgram:
 def load(stored: StoredProgram, program: Program) -> jax.stages.Compiled:
     """Load a program on the devices of its results. Runs nothing. Raises ProgramFormatError if jax cannot load it.
 
-    program: the one that was compiled; its out_shardings must not be None.
+    program: the same as when it was compiled; its out_shardings must not be None.
     """
     try:
         return _load(stored, program)

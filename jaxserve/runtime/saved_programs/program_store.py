@@ -1,8 +1,8 @@
-"""Where compiled programs are kept: in the user's cache directory, by a key of everything that they depend on.
+"""Stores compiled programs in the user's cache directory, by a key of everything that they depend on.
 
-A program that is found there is loaded and not traced or compiled, which takes a tenth of the time. The files are
-code: only files of this user or of root that no other user can write are read, and each has a checksum. Beyond KEPT
-bytes those that were not used for longest are removed. Processes that start together compile each program once.
+A program that is found there is loaded instead of traced and compiled, which takes a tenth of the time. The files are
+code: a file is read only if it belongs to this user or to root and no other user can write it, and each has a checksum.
+Beyond KEPT bytes the least recently used files are removed. Processes that start together compile each program once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SUFFIX = ".program"
 MAGIC = b"jaxserve program 1\n"
 _DIGEST = 32  # bytes of SHA-256
 LIMIT = 4 * 2**30  # bytes; a larger file is refused before it is read
-KEPT = 4 * 2**30  # bytes of all programs together; those of the demo model have 12 MB
+KEPT = 4 * 2**30  # bytes of all programs together; the demo model's have 12 MB
 # Not made by each thread that reads a program: msgspec ends a process in which two threads meet nested types at once.
 _PROGRAM = msgspec.msgpack.Decoder(StoredProgram)
-WAIT = 300.0  # seconds that a program is waited for which another process compiles
+WAIT = 300.0  # seconds to wait for a program that another process compiles
 LOCK_INTERVAL = 0.05  # seconds between two looks at its lock
-UNFINISHED = 86400.0  # seconds after which a temporary file is one that a killed process left
+UNFINISHED = 86400.0  # seconds after which a temporary file counts as left by a killed process
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ProgramStore:
     """
 
     def __init__(self, directory: Path, mesh: DeviceMesh, most: int = KEPT) -> None:
-        """Raises CacheDirectoryError if another user could write to the directory."""
+        """Open the store. Raises CacheDirectoryError if another user could write to the directory."""
         with opened(directory):
             pass
         self._directory, self._most = directory, most
@@ -83,7 +83,7 @@ class ProgramStore:
 
     @contextlib.contextmanager
     def turn(self, program: Program, seconds: float) -> Iterator[bool]:
-        """Hold the lock of a program, if it is free within so many seconds. Yields whether it was not free at once."""
+        """Hold a program's lock if it is free within `seconds`. Yields whether it was not free at once."""
         name = f".{program_key(program, self._fingerprint)}.lock"
         with contextlib.ExitStack() as stack:
             try:
@@ -105,8 +105,8 @@ class ProgramStore:
 class TurnTakingStore:
     """A store whose programs are compiled by one process at a time, while the others that need them wait.
 
-    So engines that start together compile each program once. The lock is the kernel's: it ends with its holder.
-    seconds: that a program of another process is waited for. A holder may have been stopped, or its disk be full.
+    So engines that start together compile each program once. The lock is the operating system's: it ends with its
+    holder. seconds: how long to wait for another process's program; that process may be stopped, or its disk full
     """
 
     def __init__(self, store: ProgramStore, seconds: float = WAIT) -> None:
@@ -120,7 +120,7 @@ class TurnTakingStore:
         with self._store.turn(program, self._seconds) as has_waited:
             found = self._store.find(program)
             if found is None and has_waited:
-                self._seconds = 0.0  # the other process did not keep it: to wait for the next one is as useless
+                self._seconds = 0.0  # the other process did not store it, so waiting for the next one is useless too
             return found or obtain(program, self._store)
 
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
@@ -140,7 +140,7 @@ def program_key(program: Program, made_for: Mapping[str, str]) -> str:
 
 
 def _locked(descriptor: int, seconds: float) -> tuple[bool, bool]:
-    """Wait at most so many seconds for a lock. Returns whether it was not free at once, and whether it is held now."""
+    """Wait for a lock, with a limit in seconds. Returns whether it was not free at once, and whether it is held now."""
     deadline, has_waited = time.monotonic() + seconds, False
     while True:
         try:
@@ -162,7 +162,7 @@ def encode(stored: StoredProgram) -> bytes:
 
 
 def decode(data: bytes) -> StoredProgram:
-    """Return the program of a file. Raises ProgramFormatError if it is cut, changed or of another kind."""
+    """Return the program of a file. Raises ProgramFormatError if it is truncated, changed or of another kind."""
     start = len(MAGIC) + _DIGEST
     if not data.startswith(MAGIC):
         raise ProgramFormatError("it is not a file of a program")

@@ -1,6 +1,6 @@
-"""Devices that are not there. XLA runs its passes, Triton, Mosaic, LLVM and ptxas for them, and plans CUDA graphs.
+"""Compiles for devices that are not there. XLA runs its passes, Triton, Mosaic, LLVM and ptxas, and plans CUDA graphs.
 
-They cannot measure: every matrix product gets an untuned kernel unless XLA is given autotuning results. No program
+Nothing can be measured: every matrix product gets an untuned kernel unless XLA is given autotuning results. No program
 runs. A GPU needs the packages of jax's CUDA plugin, a TPU needs libtpu; neither needs a device.
 """
 
@@ -22,7 +22,7 @@ from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.mesh import AXES, DeviceMesh
 from jaxserve.system import install_command
 
-# The numbers of NVIDIA's data sheet and of the CUDA programming guide's table for compute capability 9.0.
+# Values from NVIDIA's data sheet and from the CUDA programming guide's table for compute capability 9.0.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -61,7 +61,7 @@ _GPU_SHARE = 0.93  # of the memory, which XLA reserves at start, see runtime.mes
 
 @dataclass(frozen=True)
 class Target:
-    """Devices to compile for. device_bytes: their memory, 0 if it is not known."""
+    """Devices to compile for. device_bytes: their memory; 0 if it is not known"""
 
     mesh: DeviceMesh
     device_bytes: int
@@ -76,7 +76,7 @@ class DevicelessProgram(Program):
 
 
 def make_target(name: str, *, tensor: int = 1, expert: int = 1) -> Target:
-    """Return tensor * expert devices of a kind: h200, tpu:TOPOLOGY, or a file with XLA's text of a GPU's numbers.
+    """Return tensor * expert devices of a kind: h200, tpu:TOPOLOGY, or a file with XLA's text that describes a GPU.
 
     Raises ConfigError if this installation cannot compile for it.
     """
