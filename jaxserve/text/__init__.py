@@ -1,1 +1,1 @@
-"""Tokens to text and text to tokens: tokenizer, chat templates, detokenizer, stop strings, output parsers. No jax."""
+"""Text to tokens and tokens to text: tokenizer, chat templates, detokenizer, stop strings, output parsers. No jax."""

@@ -1,9 +1,7 @@
 """Chat templates: messages and tools to the prompt's text, with the sandbox and globals that model authors expect.
 
-Owns: which template is used, what it may see, and the limits on its time and output. The template comes from the
-operator or the model, never from a request. It knows nothing of tokens but the texts of special ones.
-
-Where a model's chat template comes from. Without Jinja, whose import takes 0.1 s of every start of an engine.
+Decides which template is used, which values it sees, and how much time and output it may take. The template comes from
+the operator or the model, never from a request. Of tokens it knows only the texts of special tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ RESERVED = frozenset(
 )
 _TESTS_TEXT = re.compile(r"content[\w\]'\"]*\s+is\s+(not\s+)?(string|iter)")
 _TESTS_NONE = re.compile(r"content['\"\]]*\s*(is|==|!=)\s*(not\s+)?none", re.IGNORECASE)
-_NINE = re.compile(r"(?<![a-z])id['\"\]]*\s*(\|\s*length\s*[!=<>]=?\s*9\b|\[-9:\])")  # Mistral's templates check ids
+_NINE = re.compile(r"(?<![a-z])id['\"\]]*\s*(\|\s*length\s*[!=<>]=?\s*9\b|\[-9:\])")  # in Mistral's templates
 _KIMI = "<|tool_call_argument_begin|>"
 _CALL_WITHOUT_TEXT = (
     {"role": "user", "content": "hi"},
@@ -55,10 +53,9 @@ SYSTEM_ROLES = ("developer", "latest_reminder", "root")  # kinds of system messa
 
 
 class ChatTemplate:
-    """One compiled template and, beside it, the variant for requests with tools where the model has one.
+    """One compiled template and, if the model has one, its variant for requests with tools.
 
-    Attributes:
-        source: the template's text (parsers of the output are chosen by it)
+    source: the template's text, by which the parsers of the output are chosen
     """
 
     def __init__(
@@ -116,8 +113,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text. If user text went through `Tokenizer.shield`, all special tokens in it are the
-        template's own.
+        """Return the prompt's text.
+
+        If users' texts were escaped (`SpecialTokenEscaper`), all special tokens in it are the template's own.
 
         messages: in OpenAI's form, as plain JSON types
         add_generation_prompt: None leaves it undefined, which a few templates test
@@ -153,7 +151,7 @@ class ChatTemplate:
         return template, form
 
     def _renders_calls_with(self, content: Any, template: jinja2.Template, form: MessageForm) -> bool:
-        """Return whether a message that has calls and this content is rendered, and None is not printed."""
+        """Return whether the template renders a message with calls and this content without printing None."""
         messages = form.prepare_all(_CALL_WITHOUT_TEXT)
         messages[1]["content"] = content
         variables = self.special_tokens | {"messages": messages, "tools": None, "add_generation_prompt": True}
@@ -181,8 +179,8 @@ class ChatTemplate:
 class MessageForm:
     """The form of messages that one template expects, as far as its text tells.
 
-    wants_parts: it walks through content parts; others get their text joined
-    foreign_roles: roles that it does not know and that it is shown as system
+    wants_parts: it walks through content parts; other templates get the parts' text joined
+    foreign_roles: roles that it does not know and that it gets as system messages
     tests_none: it tests somewhere whether a content is None
     no_text: the content of an assistant's message without text: None (only beside calls), an empty text or part
     """
@@ -197,7 +195,7 @@ class MessageForm:
         self._plain = plain
 
     def prepare_all(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a conversation as the template expects it; see `prepare`. Ids of calls have the template's form."""
+        """Return a conversation as the template expects it, see `prepare`. Ids of calls get the template's form."""
         prepared = [self.prepare(message) for message in messages]
         _rename_calls(prepared, self._call_id)
         return prepared
@@ -229,13 +227,13 @@ class MessageForm:
         return "\n".join(part["text"] for part in parts if part.get("type") == "text")
 
 
-ARGUMENT_LIMITS = JsonLimits(structures=40_000, values=192 * 1024)  # of one call; over them its text is not read
+ARGUMENT_LIMITS = JsonLimits(structures=40_000, values=192 * 1024)  # per call; over them its text is not decoded
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def _text_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part with text under the only name of its type that templates know."""
+    """Return a content part that has text, under the only type name that templates know."""
     return {**part, "type": "text", "text": part.get("text") or part.get("refusal") or ""}
 
 
@@ -257,7 +255,7 @@ class Arguments(dict[str, Any]):
 
 
 def check_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """chat_template_kwargs as a new dict; raises InvalidValueError for a name that is the server's."""
+    """Return chat_template_kwargs as a new dict. Raises InvalidValueError for a name that the server sets."""
     for name in kwargs or {}:
         if name in RESERVED or name.startswith("_") or not name.isidentifier():
             raise InvalidValueError(f"{name!r} cannot be set by chat_template_kwargs", param="chat_template_kwargs")
@@ -272,7 +270,7 @@ def _compile(environment: TemplateEnvironment, source: str) -> jinja2.Template:
 
 
 def _key(node: nodes.Node) -> str | None:
-    """`x.key` and `x["key"]` both give "key"."""
+    """Return "key" for both `x.key` and `x["key"]`, else None."""
     match node:
         case nodes.Getattr(attr=key) | nodes.Getitem(arg=nodes.Const(value=key)):
             return key
@@ -293,7 +291,7 @@ def _reads_part(loop: nodes.For) -> bool:
 
 
 def _walks_content(tree: nodes.Template) -> bool:
-    """Does a for loop of the template go over message.content (perhaps by another name)?"""
+    """Return whether a for loop of the template goes over message.content, perhaps by another name."""
     none: frozenset[str] = frozenset()
     assigned = frozenset(
         node.target.name
@@ -308,8 +306,8 @@ def _walks_content(tree: nodes.Template) -> bool:
 def _parsed_call(call: Mapping[str, Any], plain: bool) -> dict[str, Any]:
     """Return a call with an object as arguments, which OpenAI sends as JSON text.
 
-    A model may have written other text, or was cut. Templates walk through an object, so that text is put into one.
-    plain: raises RecursionError for what a process with less on its stack may read
+    A model may have written other text, or was cut. Templates walk through an object, so such text is put into one.
+    plain: raise RecursionError for a text that a process with more stack may decode
     """
     function = call.get("function")
     if not isinstance(function, Mapping):
@@ -324,7 +322,7 @@ def _parsed_call(call: Mapping[str, Any], plain: bool) -> dict[str, Any]:
 
 
 def _object(text: str, plain: bool) -> Arguments | None:
-    """Return the object in the JSON text, an empty one for no text or null, and None for anything else."""
+    """Return the object in the JSON text; an empty one for no text or null; None for anything else."""
     if text.strip() in ("", "null"):
         return Arguments({}, "{}")
     try:
@@ -339,7 +337,7 @@ def _object(text: str, plain: bool) -> Arguments | None:
 
 
 def _rename_calls(messages: list[dict[str, Any]], new_id: Callable[[str, str, int], str]) -> None:
-    """Give calls and their results ids of the template's form. A result without an id is of the first open call.
+    """Give calls and their results ids of the template's form. A result without an id belongs to the first open call.
 
     new_id: makes the id of a call from the client's, the name of the function, and the number of calls before it
     """
@@ -370,14 +368,14 @@ def _any_id(given: str, name: str, count: int) -> str:
 
 
 def _nine_characters(given: str, name: str, count: int) -> str:
-    """Return an id for Mistral's templates, which take only nine letters and digits: the same one for the same id."""
+    """Return an id for Mistral's templates, which accept only nine letters and digits. Equal ids stay equal."""
     if re.fullmatch("[A-Za-z0-9]{9}", given):
         return given
     return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
 
 
 def _kimi_id(given: str, name: str, count: int) -> str:
-    """Return an id as Kimi K2 writes them: with the function's name, and the number of calls before."""
+    """Return an id as Kimi K2 writes it: the function's name and the number of calls before."""
     return given if re.fullmatch(r"functions\.[^:\s]+:\d+", given) else f"functions.{name}:{count}"
 
 
@@ -405,7 +403,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def template_sources(tokenizer: Tokenizer, override: str | None) -> tuple[str, str | None] | None:
-    """Return the text of the template that is used, and of its variant for requests with tools, if there is one."""
+    """Return the text of the template to use and of its variant for requests with tools; None for a missing one."""
     if override is not None:
         return _read_override(override), None
     templates = tokenizer.chat_templates
@@ -415,7 +413,7 @@ def template_sources(tokenizer: Tokenizer, override: str | None) -> tuple[str, s
 
 
 def _read_override(value: str) -> str:
-    """`value` is a path unless it can only be a template."""
+    """Return the operator's template. `value` is a path unless it can only be a template."""
     if "{%" in value or "{{" in value or "\n" in value:
         return value
     try:

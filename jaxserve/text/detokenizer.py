@@ -1,14 +1,13 @@
 """Token ids to text as they arrive: never half a character, and the joined deltas are the whole text.
 
-Where every token has its own bytes (byte-level and byte-fallback vocabularies: all models of today) the bytes go
-through an incremental UTF-8 decoder, which is linear also for endless invalid bytes. Other decoders (WordPiece, CTC)
-need the neighbours of a token; they go through the tokenizers library's DecodeStream.
-
-From a sequence's tokens to its text: the state of one sequence on the API side of the engine.
-
-Owns the incremental detokenizer and the stop strings of one sequence. Knows no HTTP and no scheduler.
+`SequenceText` is the state of one sequence on the API side of the engine: its incremental detokenizer, its stop strings
+and its limit on reasoning. It knows no HTTP and no scheduler.
 
     TokenOutput (engine) -> SequenceText.push -> RequestOutput (text delta, tokens, finish) -> api or research code
+
+If every token has its own bytes (byte-level and byte-fallback vocabularies: all models of today) the bytes go through
+an incremental UTF-8 decoder, which is linear also for endless invalid bytes. Other decoders (WordPiece, CTC) need the
+neighbours of a token; they go through the tokenizers library's DecodeStream.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class Detokenizer(Protocol):
     """The text state of one output. Not shared between threads."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text these tokens complete; "" while a character is unfinished."""
+        """Return the text that these tokens complete; "" while a character is unfinished."""
         ...
 
     def flush(self) -> str:
-        """Return the text still held at the end. A character cut in half by the end of the output is dropped."""
+        """Return the rest of the text at the end. A character that the end of the output cuts in half is dropped."""
         ...
 
 
@@ -54,7 +53,7 @@ def make_detokenizer(
 ) -> Detokenizer:
     """Return a detokenizer for the output that follows a prompt (only its last few ids are read).
 
-    visible_token_ids: special tokens that are not skipped; with any, the "other" kind skips none
+    visible_token_ids: special tokens that are not skipped. If there are any, decoder_kind "other" skips none.
     """
     tail = list(prompt_token_ids[-TAIL_TOKENS:])
     if tokenizer.decoder_kind == "other":
@@ -74,10 +73,10 @@ class ByteDetokenizer:
         first = all(i in tokenizer.special_ids for i in tail)
         self._strip_first = tokenizer.decoder_kind == "byte_fallback" and tokenizer.strips_first_space and first
         self._decoder.decode(b"".join([self._token_bytes(i) for i in tail]))
-        self._begun = self._decoder.getstate()[0]  # of a character that the prompt has not finished
+        self._begun = self._decoder.getstate()[0]  # bytes of a character that the prompt has not finished
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that the tokens complete. The bytes of a character that is not complete are kept."""
+        """Return the text that the tokens complete. The bytes of an incomplete character are kept."""
         data = b"".join([self._token_bytes(i) for i in token_ids if i not in self._skip])
         if self._strip_first and data:
             self._strip_first = False
@@ -118,32 +117,32 @@ class StreamDetokenizer:
     def _step(self, token_id: int) -> str:
         try:
             return self._stream.step(self._backend, token_id) or ""
-        except Exception:  # the library's, bare: the text before changed with the token after it
+        except Exception:  # the library raises a bare one: the token changed the text before it
             self._stream = DecodeStream(ids=[token_id], skip_special_tokens=self._skip)
             return self._backend.decode([token_id], skip_special_tokens=self._skip)
 
 
 class RequestOutput(msgspec.Struct):
-    """What one choice of a request gained since the last output. Deltas, but for the counts."""
+    """The news of one choice of a request since the last output. All fields but the counts are deltas."""
 
     request_id: str
     index: int  # the choice: 0 .. n-1
     text: str = ""
     token_ids: list[int] = []  # a Struct copies its default
     logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once
-    extras: TokenExtras | None = None  # of the tokens, if the request asks for some
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once
+    extras: TokenExtras | None = None  # extra outputs of the tokens, if the request asks for some
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None  # the token id or the string that ended it
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    queue_seconds: float = 0.0  # from arrival to admission; with the first token
-    prefill_seconds: float = 0.0  # from admission to the first token; with it
-    num_preemptions: int = 0  # with finish_reason
+    queue_seconds: float = 0.0  # from arrival to admission; sent with the first token
+    prefill_seconds: float = 0.0  # from admission to the first token; sent with it
+    num_preemptions: int = 0  # sent with finish_reason
     num_accepted_drafts: int = 0  # as in TokenOutput
     num_rejected_drafts: int = 0
-    embedding: bytes | None = None  # float32, little endian; once, of a request that asked for it
+    embedding: bytes | None = None  # float32, little-endian; sent once, if the request asked for it
     weight_versions: tuple[str, ...] = ()  # labels of the weights that made it; empty: no weights made any of it
     weights: int = 0  # as in TokenOutput
     error: HTTPError | None = None  # why it failed, with finish_reason error; AsyncEngine raises it instead
@@ -171,9 +170,9 @@ def make_stops(params: SamplingParams) -> Stops | None:
 class SequenceText:
     """Turns one sequence's tokens into text, and finds its stop strings.
 
-    stops: those of `make_stops`, if the choices of a request share them; by default they are made here.
-    thinks_too_long: the reasoning exceeds its budget. Call `end_thinking`, and drop what the engine sends for this
-      sequence afterwards.
+    stops: the stops that `make_stops` made for all choices of a request; None: make them here
+    thinks_too_long: the reasoning exceeds its budget. Call `end_thinking`, and drop later outputs of the engine for
+      this sequence.
     """
 
     def __init__(
@@ -206,7 +205,10 @@ class SequenceText:
         self.thinks_too_long = self._thinking is not None and self._thinking.exceeded
 
     def end_thinking(self) -> RequestOutput:
-        """Take the tokens that end the thinking, as if the model had chosen them. Nothing predicted them."""
+        """Append the tokens that end the thinking as if the model had chosen them, and return them.
+
+        They have no log-probabilities, because the model did not predict them.
+        """
         budget, max_tokens = self._params.thinking, self._params.max_tokens
         assert budget is not None
         self._thinking, self.thinks_too_long = None, False
@@ -233,7 +235,7 @@ class SequenceText:
         )
 
     def push(self, output: TokenOutput) -> RequestOutput:
-        """Return the next tokens of the sequence. After a stop string, or too long a thinking, the rest is dropped."""
+        """Return the next tokens of the sequence. The rest is dropped after a stop string or too much thinking."""
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         result = RequestOutput(
             self.request_id,
@@ -271,7 +273,7 @@ class SequenceText:
         return result
 
     def _take_text(self, output: TokenOutput, result: RequestOutput) -> tuple[int, str | None]:
-        """Add the text of the tokens to `result`; (tokens used, stop string found)."""
+        """Add the text of the tokens to `result`. Return (number of tokens used, stop string found)."""
         shown = output.token_ids
         if output.stop_token_id is not None and not self._params.include_stop_str_in_output:
             shown = shown[:-1]
@@ -295,7 +297,7 @@ class SequenceText:
         return len(output.token_ids), matched
 
     def _take_token(self, token_id: int, number: int, result: RequestOutput) -> str | None:
-        """Add the text of one token, the `number`th of the output, to `result`; the stop string found."""
+        """Add the text of one token, the `number`th of the output, to `result`. Return the stop string found."""
         delta = self._detokenizer.push([token_id])
         if self._thinking is not None:
             self._thinking.add(delta)
@@ -323,7 +325,7 @@ class SequenceText:
 
 
 def error_of(output: TokenOutput) -> HTTPError:
-    """Return the exception that a failed output means."""
+    """Return the exception for a failed output."""
     message = output.error or "the request failed"
     if 400 <= output.error_status < 500:
         return InvalidValueError(message, param=output.error_param)

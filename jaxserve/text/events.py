@@ -1,8 +1,8 @@
-"""What a parsed output consists of, as it streams: answer text, reasoning text, tool calls.
+"""The events of a parsed output as it streams: answer text, reasoning text, tool calls.
 
-Joined, the events of a stream are the same however the text was cut into deltas; an unstreamed answer is made from
-the same events, so both forms of an answer agree by construction. Structs, not dataclasses: nearly every token makes
-one, and a frozen dataclass takes 0.7 us where a Struct takes 0.1.
+Joined, the events of a stream are the same however the text was cut into deltas. An unstreamed answer is made from the
+same events, so both forms of an answer agree by construction. The events are Structs, because nearly every token makes
+one: a frozen dataclass takes 0.7 us, a Struct 0.1 us.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCall
 
 
 class OutputParser(Protocol):
-    """Reads one output's text. Never raises for what a model wrote: text it cannot read is content."""
+    """Reads one output's text. Never raises for any text of a model: text that it cannot read is content."""
 
     @property
     def thinking(self) -> bool:
-        """Whether the text read so far ends within reasoning, or may do so."""
+        """Whether the text read so far ends within reasoning, or may end there."""
         ...
 
     def feed(self, delta: str) -> list[Event]:
@@ -56,7 +56,7 @@ class OutputParser(Protocol):
         ...
 
     def finish(self, *, whole: bool = False) -> list[Event]:
-        """Return the events still held at the end of the output. Call once. whole: the model itself ended it"""
+        """Return the last events at the end of the output. Call it once. whole: the model itself ended the output"""
         ...
 
 

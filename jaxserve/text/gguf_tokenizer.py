@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, as one of the tokenizers library, with its chat templates.
+"""Reads the tokenizer inside a GGUF file, with its chat templates, into a tokenizer of the tokenizers library.
 
 Two kinds are read. `llama` is sentencepiece's BPE: pairs of pieces are joined in the order of the joined piece's score,
-and what no piece covers becomes bytes. `gpt2` is BPE of bytes with a list of merges; `tokenizer.ggml.pre` names how a
-text is cut into words before. The cuts are those of the tokenizers that models of that name were published with.
+and text that no piece covers becomes bytes. `gpt2` is BPE of bytes with a list of merges. `tokenizer.ggml.pre` names
+how a text is cut into words before; the cuts are the same as in the published tokenizers of models of that name.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _END_TEXTS = frozenset(
     <｜end▁of▁sentence｜>
     """.split()
 )
-# Ends that keep the type of the file: those of models that fill in a middle, and </s>, which is plain text to Qwen.
+# Ends that keep the type of the file: ends of models that fill in a middle, and </s>, which is plain text to Qwen.
 _FILLED = frozenset(
     """
     </s> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
     <|file_sep|>
     """.split()
 )
-# with all texts of a row beside it, <|end|> ends a part of an answer: gpt-oss and Solar Open
+# If a vocabulary also has all texts of a row, <|end|> ends only a part of an answer (gpt-oss and Solar Open).
 _GOES_ON = (("<|return|>", "<|call|>"), ("<|call|>", "<|flush|>"), ("<|calls|>", "<|flush|>"))
 _CONFIG_NAMES = MappingProxyType({"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"})
 _ADVICE = "put the model's tokenizer.json beside it, or set model.tokenizer"
-_MAX_CHARACTERS = 2**22  # of all pieces together; 260,000 have 2 million
+_MAX_CHARACTERS = 2**22  # characters of all pieces together; 260,000 pieces have 2 million
 _MAX_JOINS = 2**20  # pairs; 260,000 pieces have 580,000
 _LONGEST_PIECE = 256  # characters; sentencepiece's own limit is 16, and runs of spaces have 64
 
@@ -62,10 +62,11 @@ _TEKKEN = (
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a text becomes words. pattern: of a word; None: GPT-2's. digits: each is a word of its own before that.
+    """How a text becomes words.
 
-    whole_words: a word of the vocabulary is a token, whatever the merges make of it. nfc: the text is composed first.
-    adds_bos: a prompt begins with BOS unless the file says otherwise.
+    pattern: matches a word; None: GPT-2's pattern. digits: each digit is a word of its own before that
+    whole_words: a word of the vocabulary is one token, whatever the merges say. nfc: the text is composed first
+    adds_bos: a prompt begins with BOS unless the file says otherwise
     """
 
     pattern: str | None = None
@@ -97,9 +98,9 @@ _CUTS = MappingProxyType(
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer and what a GGUF file says of its tokens.
+    """A tokenizer, and the file's facts about its tokens.
 
-    config: special tokens as tokenizer_config.json names them. end_ids: token ids that end an output.
+    config: special tokens as tokenizer_config.json names them. end_ids: token ids that end an output
     """
 
     backend: tokenizers.Tokenizer
@@ -112,7 +113,7 @@ class GgufTokenizer:
 class _Vocabulary:
     """The tokens of a file.
 
-    values: the metadata below `tokenizer.ggml`. tokens, types: by token id. ids: by text. roles: id by role.
+    values: the metadata below `tokenizer.ggml`. tokens, types: by token id. ids: by text. roles: ids by role
     """
 
     values: Mapping[str, Any]
@@ -128,7 +129,7 @@ class _Vocabulary:
         return [text for text, kind in zip(self.tokens, self.types, strict=True) if kind in types]
 
     def end_ids(self) -> tuple[int, ...]:
-        """Return the ids that end an output: those of the roles, then those of the known texts."""
+        """Return the ids that end an output: first by their roles, then by their known texts."""
         ends = _ends_among(self.ids) | _FILLED
         named = [self.ids[text] for text in self.of_types(_CONTROL, _USER_DEFINED) if text in ends]
         return tuple(dict.fromkeys([self.roles[role] for role in _ENDS if role in self.roles] + named))
@@ -141,7 +142,7 @@ def _ends_among(texts: Container[str]) -> frozenset[str]:
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
-    """Read a file's tokenizer. Raises ModelLoadError if it has none, or one that is damaged or of another kind."""
+    """Read a file's tokenizer. Raises ModelLoadError if it is missing, damaged or of another kind."""
     with open_header(path) as header:
         _, num_values = header.counts()
         values = header.values(num_values, _ARRAYS)
@@ -172,13 +173,13 @@ def _vocabulary(values: Mapping[str, Any]) -> _Vocabulary:
         raise ValueError("its tokenizer has other types than tokens")
     ends = _ends_among(set(tokens))
     types = [_CONTROL if text in ends else kind for text, kind in zip(tokens, types, strict=True)]
-    # those at the end only fill the model's table; published tokenizers do not have them
+    # unused tokens at the end only fill the model's table; published tokenizers do not have them
     count = max((i for i, each in enumerate(types, 1) if each != _UNUSED), default=0)
     tokens, types = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens[:count])], types[:count]
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) < count:
         raise ValueError("its tokenizer has a token twice")
-    roles = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}  # where the file does not say
+    roles = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}  # if the file does not say
     said = {role: values.get(f"{role}_token_id") for role in _ROLES}
     roles |= {role: i for role, i in said.items() if type(i) is int and 0 <= i < len(tokens)}
     roles = {role: i for role, i in roles.items() if i < len(tokens)}
@@ -238,7 +239,7 @@ def _joins(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_frame(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, *, bos: bool) -> None:
-    """Let the tokenizer put BOS before a text and EOS behind it as the file says. bos: if it does not say."""
+    """Let the tokenizer put BOS before a text and EOS behind it as the file says. bos: used if it does not say"""
     wanted = {"bos": vocabulary.values.get("add_bos_token", bos), "eos": vocabulary.values.get("add_eos_token", False)}
     roles = [role for role, is_wanted in wanted.items() if is_wanted is True and role in vocabulary.roles]
     if roles:
@@ -249,7 +250,7 @@ def _add_frame(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, *, bos: b
 
 
 def _templates(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name. Raises ValueError for one that is too long, or no text."""
+    """Return the chat templates by name. Raises ValueError for one that is too long or not a text."""
     keys = [key for key in values if key.startswith(f"{_TEMPLATE}.")]
     found = {key.removeprefix(f"{_TEMPLATE}."): values[key] for key in keys} | {"default": values.get(_TEMPLATE)}
     for template in found.values():

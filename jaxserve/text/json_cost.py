@@ -1,4 +1,4 @@
-"""Estimates from its bytes what decoding a JSON text costs: objects, lists, names, values, and very long numbers.
+"""Estimates the cost of decoding a JSON text from its bytes: objects, lists, names, values, and very long numbers.
 
 Decoding takes 0.4 us and 100 bytes per object or name, and 0.1 us and 40 bytes per number. The GIL is held until the
 end. Counting takes 1 ns per byte, in calls of a few milliseconds.
@@ -12,7 +12,7 @@ SMALL_BYTES = 16 * 1024  # bytes below which a text is not counted: 16,000 lists
 
 MAX_DIGITS = 400  # of one number; the largest float has 309; parsing many numbers with thousands of digits takes long
 
-# Numbers with their digits as 0, so that a search in C finds them: twenty times as quick as a pattern's
+# All digits become 0, so that a search in C finds long numbers: twenty times as quick as a pattern.
 _SHAPES = bytes(48 if chr(byte) in "0123456789." else 101 if chr(byte) in "eE" else byte for byte in range(256))
 _LONG_NUMBER = b"0" * MAX_DIGITS
 _LARGE_EXPONENTS = (b"0e000", b"0e+000")
@@ -20,9 +20,9 @@ _LARGE_EXPONENTS = (b"0e000", b"0e+000")
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """The most that a JSON text may have.
+    """Limits of a JSON text.
 
-    structures: objects, lists and field names. values: entries of objects and lists, except the first.
+    structures: objects, lists and field names. values: entries of objects and lists, except the first of each
     """
 
     structures: int

@@ -1,18 +1,22 @@
-"""Which parsers read a model's output, and the parsers of reasoning: chosen at the start, made for each output.
+"""Parsers of a model's output: which ones read it, and the parsers of reasoning. Tool calls are parsed in text/tools.
 
-choice = choose_parsers(template_source, tool="auto", reasoning="auto")           # at the start
-parser = choice.make(tools=ToolSet(...), prompt=rendered_prompt)                   # one an output
-events = parser.feed(delta) ... parser.finish()
+The parsers are chosen when the server starts and made for each output:
 
-Reasoning stands between two tags before the answer: DeepSeek R1, Qwen3, GLM, Kimi K2, Mistral, Granite and similar
-models. gpt-oss's harmony format is one stream of messages on channels:
+    choice = choose_parsers(template_source, tool="auto", reasoning="auto")
+    parser = choice.make(tools=ToolSet(...), prompt=rendered_prompt)
+    events = parser.feed(delta) ... parser.finish()
+
+    ThinkParser, LaterThoughts   reasoning between two tags before the answer: DeepSeek R1, Qwen3, GLM, Kimi K2,
+                                 Mistral, Granite and similar models
+    ThinkingLimit                counts the tokens of the reasoning
+    HarmonyParser                gpt-oss's harmony format: one stream of messages on channels
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
     <|message|>{"x": 1}<|call|>            or            <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-analysis is reasoning, final and commentary without a recipient are content, to=functions.NAME is a call. Messages to
-tools that the model has built in (browser, python) belong to its reasoning. gpt-oss also writes to=NAME: a call if
-the request offers the tool.
+In harmony, analysis is reasoning, final and commentary without a recipient are content, to=functions.NAME is a call.
+Messages to tools that the model has built in (browser, python) belong to its reasoning. gpt-oss also writes to=NAME: a
+call if the request offers the tool.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class HarmonyParser(ToolParser):
     def _calls(self) -> Reading[None]:
         yield from self._recipient_first()
         while marker := (yield from self.content_until(START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)):
-            if marker in ENDS or marker == MESSAGE:  # of a message without a header
+            if marker in ENDS or marker == MESSAGE:  # the message has no header
                 self.reader.unmark()
                 continue
             yield from self._headed(marker)
@@ -64,7 +68,7 @@ class HarmonyParser(ToolParser):
             self.give_up()
 
     def _headed(self, begin: str) -> Reading[None]:
-        """Read a message whose header begins with `begin`. Of one that breaks off, only what is no header is shown."""
+        """Read a message whose header begins with `begin`. If it breaks off, the header is not shown."""
         self.thinking = False
         header, end = yield from self.reader.until(MESSAGE, START, *ENDS, limit=_MAX_HEADER, take=False)
         header = begin + header
@@ -78,7 +82,7 @@ class HarmonyParser(ToolParser):
         yield from self._message(header)
 
     def _broken(self, header: str) -> None:
-        """Drop a header that no message follows. What stands behind its words is text of its channel."""
+        """Drop a header that no message follows. Text behind its words belongs to its channel."""
         self.reader.unmark()
         rest = header[_HEADER.match(header).end() :]  # type: ignore[union-attr]  # it matches the empty text too
         if not rest or (self.reader.ended and not self.is_whole):
@@ -114,7 +118,7 @@ class HarmonyParser(ToolParser):
             yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
 
     def _recipient(self, header: str) -> str:
-        """Return whom a message is to; "" if it is to the user."""
+        """Return the recipient of a message; "" if it is the user."""
         found = _RECIPIENT.search(header.replace(CHANNEL, " ").replace(CONSTRAIN, " "))
         return found[1] if found else ""
 
@@ -147,7 +151,7 @@ class HarmonyParser(ToolParser):
 class HarmonyThoughts:
     """Divides an output into reasoning and answer without changing its text. Headers count as reasoning.
 
-    feed, finish: as those of a parser, but all text comes back, as ReasoningDelta or ContentDelta
+    `feed` and `finish` work as in a parser, but all text comes back, as ReasoningDelta or ContentDelta.
     """
 
     def __init__(self) -> None:
@@ -207,7 +211,7 @@ class CallOpening:
     unnamed: tuple[str, ...] = ()
 
     def read(self, reader: TextReader, tools: Collection[str]) -> Reading[str]:
-        """Take the opening; the end of it, or "" if what comes next is none. What was taken is remembered."""
+        """Read the opening and return its end; "" if the next text is not one. The text read is remembered."""
         reader.mark()
         yield from reader.accept(self.marker)
         yield from reader.space()
@@ -238,13 +242,13 @@ class ThinkTags:
         return not self.start[0].isalpha()
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
-        """Return the texts that the parser looks for. tools: the request offers some."""
+        """Return the texts that the parser looks for. tools: whether the request offers tools"""
         return (self.start, self.end, *((call.marker for call in self.calls) if tools else ()))
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
-        """Does the output begin inside the thinking?
+        """Return whether the output begins inside the thinking.
 
-        prompt: the rendered prompt; only its end counts, since users may write tags too
+        prompt: the rendered prompt; only its end counts, because users may write tags too
         continued: the assistant's own text that the output continues, if any
         """
         if continued:
@@ -256,8 +260,8 @@ class ThinkTags:
 class ThinkParser:
     """Splits an output into reasoning and content. White space around the tags is layout and is dropped.
 
-    keep: leave the tags and all white space in the reasoning, for callers that put both together again
-    tools: names of the request's tools; only a request that offers some can have its thinking ended by a call
+    keep: leave the tags and all white space in the reasoning, for callers that join both again
+    tools: names of the request's tools; a call ends the thinking only if the request offers tools
     thinking: whether the text read so far ends within the thinking; None: its first characters may still open it
     """
 
@@ -357,11 +361,12 @@ class LaterThoughts:
         self._run = self._parts()
         self._seeks_tag = True  # `_parts` waits for the next tag
         self._code = _CodeMarks()
-        self._last = ""  # the last character that went out since the beginning, or a call
-        self._space = ""  # of a block, dropped if the block ends here
+        self._last = ""  # the last character sent since the beginning or the last call
+        self._space = ""  # white space of a block, dropped if the block ends here
         self._in_block = False  # the block has had text
 
     def feed(self, text: str) -> list[Event]:
+        """Return the events that this text completes."""
         tags = self._tags
         if self._seeks_tag and self._reader.is_empty and tags.start[0] not in text and tags.end[0] not in text:
             self._content(text)  # the common case
@@ -372,7 +377,7 @@ class LaterThoughts:
         return events
 
     def flush(self) -> list[Event]:
-        """Return what was held back, at the end of the output or where a call begins, which ends a block too."""
+        """Return the text held back, at the end of the output or before a call, which also ends a block."""
         self._reader.closed = True
         next(self._run, None)
         events, self._events = self._events, []
@@ -444,7 +449,7 @@ class _CodeMarks:
 
     def __init__(self) -> None:
         self._fenced = False
-        self._ticks = 0  # in the last line
+        self._ticks = 0  # backticks in the last line
         self._head = ""  # the first three characters of the last line, without white space before
 
     @property
@@ -474,7 +479,7 @@ class _CodeMarks:
 class ThinkingLimit:
     """Counts the tokens of one output, and follows its text, until the thinking is over or has taken too long.
 
-    tokens: how many the output may have before its thinking is ended
+    tokens: tokens that the output may have before its thinking is ended
     inside: the prompt leaves the model within its thinking; else the output may open it
     tools: names of the request's tools, whose calls end the thinking too
     """
@@ -485,11 +490,11 @@ class ThinkingLimit:
 
     @property
     def exceeded(self) -> bool:
-        """The output still thinks and has had all its tokens."""
+        """Whether the output still thinks and has had all its tokens."""
         return self._left <= 0 and self._parser.thinking is True
 
     def add(self, text: str) -> None:
-        """Take one token's text. Time is linear in the text of the thinking."""
+        """Count one token and read its text. The time is linear in the text of the thinking."""
         self._left -= 1
         if text and self._parser.thinking is not False:
             self._parser.feed(text)
@@ -533,7 +538,7 @@ REASONING_FAMILIES: dict[str, ThinkTags] = {
 
 
 def think_tags(family: str | None, tool: str | None = None) -> ThinkTags | None:
-    """Return the tags of a family of REASONING_FAMILIES, with the calls of the format `tool`; None for any other."""
+    """Return the tags of a family of REASONING_FAMILIES, with the calls of the format `tool`; else None."""
     tags = REASONING_FAMILIES.get(family or "")
     return replace(tags, calls=_CALLS[tool]) if tags is not None and tool in _CALLS else tags
 
@@ -564,7 +569,7 @@ REASONING_ALIASES: dict[str, str] = {
 
 
 def reasoning_of_template(template: str) -> str | None:
-    """Return the family that a chat template's text shows, or None."""
+    """Return the reasoning family that a chat template's text shows; None if it shows none."""
     if "<|channel|>" in template and "<|start|>" in template:
         return "harmony"
     if "</think>" in template or "<think>" in template:
@@ -619,11 +624,11 @@ class ParserChoice:
     ) -> OutputParser:
         """Return a parser for one output.
 
-        tools: None leaves calls in the text (no tools in the request, or tool_choice none)
+        tools: None leaves calls in the text (a request without tools, or with tool_choice none)
         prompt: the rendered prompt; continued: the assistant's text that the output continues, if any
         separate_reasoning: False leaves the reasoning, with its tags, in the content
         fallback_tool: family for a model that has none (required calls are then plain JSON: "json")
-        answer_is_literal: a constraint decides what the answer is; tags in it are its text
+        answer_is_literal: a constraint decides the answer, so tags in it are text
         thinks: False if the output is all answer, because a constraint holds from its first token
         """
         if self.harmony:
@@ -657,10 +662,12 @@ class ParserChoice:
 def choose_parsers(
     template: str | None = None, for_tools: str | None = None, *, tool: str = "auto", reasoning: str = "auto"
 ) -> ParserChoice:
-    """Resolve `model.tool_parser` and `model.reasoning_parser`: a name that SGLang's or vLLM's users know, "auto"
-    (by the chat template's text) or "none". Raises ConfigError naming the known ones.
+    """Return the parsers that `model.tool_parser` and `model.reasoning_parser` name.
 
-    for_tools: the template of requests with tools, if it is another one
+    Each is a name that users of SGLang or vLLM know, "auto" (by the chat template's text) or "none". Raises ConfigError
+    with the known names for any other.
+
+    for_tools: the template of requests with tools, if it differs
     """
     calls = tool_format_of_template(for_tools or "") or tool_format_of_template(template or "")
     known_reasoning = {name: name for name in (*REASONING_FAMILIES, "harmony")} | REASONING_ALIASES
@@ -682,7 +689,7 @@ def _resolve(name: str, known: dict[str, str], detected: str | None, key: str) -
 
 
 class _Pipeline:
-    """Reasoning first, then the tool calls in what remains, then later reasoning in what is no call."""
+    """Parses the reasoning first, then tool calls in the rest, then later reasoning in the text beside the calls."""
 
     def __init__(
         self,

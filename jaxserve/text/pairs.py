@@ -19,8 +19,8 @@ def has_pair_roles(template: str) -> bool:
 class PairEncoder:
     """Joins two texts as the tokenizer's post-processor does, e.g. `[CLS] query [SEP] document [SEP]`.
 
-    The texts are encoded without special tokens. Those that a text spells are read as plain text.
-    num_added: tokens that the post-processor puts around and between the texts
+    The texts are encoded without special tokens. A special token that a text spells is read as plain text.
+    num_added: number of tokens that the post-processor puts around and between the texts
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -36,7 +36,7 @@ class PairEncoder:
     def joined(self, query: tokenizers.Encoding, document: tokenizers.Encoding, keep: int) -> tuple[list[int], int]:
         """Return (token ids, index of the first token of token type 1; 0 if there is none).
 
-        keep: the document is cut to this many tokens
+        keep: number of tokens to which the document is cut
         """
         if len(document) > keep:
             document.truncate(keep)
@@ -45,7 +45,7 @@ class PairEncoder:
         return whole.ids, types.index(1) if 1 in types else 0
 
     def cut(self, text: str, keep: int) -> str:
-        """Return the start of a text that has at most `keep` tokens. If `keep` is negative, cut off that many."""
+        """Return the start of a text, at most `keep` tokens long. If `keep` is negative, cut off that many tokens."""
         encoding = self.text(text)
         keep = keep if keep >= 0 else max(0, len(encoding) + keep)
         if len(encoding) <= keep:

@@ -2,8 +2,8 @@
 
 In `PlainEnvironment`, nothing can take more than a few milliseconds between two checks of the clock:
 - only listed operations are allowed; others are refused when the template is loaded or when they are met;
-- a list or dict of the template's own holds no other list or dict, so the cost of a value is its size;
-- everything the template makes is bounded: a text, its whole output, the entries of a literal;
+- a list or dict that the template makes holds no other list or dict, so the cost of a value is its size;
+- everything that the template makes is bounded: a text, its whole output, the entries of a literal;
 - the clock is checked before each step of a loop, call, filter, comparison and slice.
 A refusal raises RenderLimitError. The caller then renders in the template worker, whose limits the kernel enforces.
 """
@@ -32,11 +32,11 @@ from jaxserve.text.sandbox import (
 )
 
 MAX_SOURCE = 32 * 1024  # characters; published templates have 20,000 at most
-MAX_ITEMS = 64  # of a literal
+MAX_ITEMS = 64  # entries of a literal
 MAX_PLAIN_SECONDS = 0.01
 MAX_TEXT_CHARS = 16 * 1024  # of a text
-MAX_OUTPUT = 64 * 1024  # characters of all that is put out, also into macros
-ENTRY_CHARS = 8  # characters that each entry counts for when a list or dict is written
+MAX_OUTPUT = 64 * 1024  # characters of all output, also into macros
+ENTRY_CHARS = 8  # characters for which each entry counts when a list or dict is written
 MAX_CONSTANT = 64  # characters of a text among the arguments of a filter that uses it for each entry or character
 
 _STATEMENTS = (
@@ -70,7 +70,7 @@ _VALUES = (*_SCALARS, list, dict)
 
 
 def is_plain(tree: nodes.Template) -> bool:
-    """tree: as parsed without any rewriting."""
+    """Return whether a template is cheap. tree: as parsed, without any rewriting"""
     return all(_allowed(node) for node in tree.find_all(nodes.Node))
 
 
@@ -166,7 +166,7 @@ class PlainEnvironment(TemplateEnvironment):
 
 
 class PlainRewriter(Rewriter):
-    """Sends the values of operations that take time through the clock, and those of literals through a check."""
+    """Checks the clock before operations that take time, and checks the values of literals."""
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Expr:
         """Check the clock before a filter and check its arguments."""
@@ -194,7 +194,8 @@ class PlainRewriter(Rewriter):
 
     def visit_Sub(self, node: nodes.BinExpr) -> nodes.Expr:
         self.generic_visit(node)
-        node.left, node.right = filtered("_number", node.left), filtered("_number", node.right)
+        node.left = filtered("_number", node.left)
+        node.right = filtered("_number", node.right)
         return node
 
     visit_Div = visit_FloorDiv = visit_Sub
@@ -222,7 +223,8 @@ class PlainRewriter(Rewriter):
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        node.key, node.value = _checked(node.key), _checked(node.value)
+        node.key = _checked(node.key)
+        node.value = _checked(node.value)
         return node
 
     def visit_Assign(self, node: nodes.Assign) -> nodes.Node:

@@ -1,8 +1,8 @@
-"""Reading text that is still arriving: parsers are written as straight-line generators over a TextReader.
+"""A reader for text that is still arriving. Parsers are written as straight-line generators over a TextReader.
 
-A generator asks for what it needs with `yield from reader.until(...)` and is resumed when more text has come, so
-there are no hand-made states. Every character is looked at a bounded number of times: time is linear in the text
-however it is cut. At the end of the text (`closed`) every request returns with what there is.
+A generator asks for text with `yield from reader.until(...)` and is resumed when more text has come, so there are no
+hand-made states. Every character is looked at a bounded number of times: the time is linear in the text however it is
+cut. At the end of the text (`closed`) every request returns the text that is left.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 Sink = Callable[[str], None]
 
-MAX_HEAD_CHARS = 4096  # names, keys and ids: longer ones are no call
+MAX_HEAD_CHARS = 4096  # characters of a name, key or id; a longer one is not part of a call
 MAX_JSON_DEPTH = 256
 _SPACE = re.compile(r"\s*")
 _IN_STRING = re.compile(r'[^"\\]*')
-_JSON_OUTSIDE = re.compile(r"[\s\w.+\-:,]*")  # what may stand between strings and brackets
+_JSON_OUTSIDE = re.compile(r"[\s\w.+\-:,]*")  # characters between strings and brackets
 _LAST_WORD = re.compile(r"[A-Za-z_]\w*\Z")
 _PYTHON_WORD = re.compile(r"\b(True|False|None)\b")
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -31,14 +31,14 @@ _PYTHON_PART = re.compile(r"\\.|\"", re.DOTALL)
 _PYTHON_ESCAPES = {'"': r"\"", r"\'": "'", r"\x": r"\u00", r"\0": r"\u0000"}
 _JSON_ESCAPES = frozenset('"\\/bfnrtu')
 _MARKS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\]]', re.DOTALL)
-_MAX_WORD = 6  # a longer one is none of _JSON_WORDS
-MAX_LAYOUT_CHARS = 64  # white space between two tags of a call
+_MAX_WORD = 6  # characters; a longer word is not one of _JSON_WORDS
+MAX_LAYOUT_CHARS = 64  # characters of white space between two tags of a call
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SCALAR = re.compile(r"[\w.+\-]*")
 
 
 class TextReader:
-    """The text not read yet, with a memory of what was read since `mark()`."""
+    """The text not read yet, with a memory of the text read since `mark()`."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -54,24 +54,27 @@ class TextReader:
         self._holds = [place - start for place in self._holds]
 
     def ahead(self, look: Reading[T]) -> Reading[T]:
-        """Return what `look` reads, and take nothing. It reads a bounded text, which stays in memory meanwhile."""
+        """Return the result of `look` and take nothing. It reads a bounded text, which stays in memory meanwhile."""
         read, self._read = self._read, None
         self._holds.append(self._at)
         found = yield from look
-        self._at, self._read = self._holds.pop(), read
+        self._at = self._holds.pop()
+        self._read = read
         return found
 
     def put_back(self, text: str) -> None:
         """Make `text`, which was taken, come next again."""
-        self._text, self._at = text + self._text[self._at :], 0
+        self._text = text + self._text[self._at :]
+        self._at = 0
 
     def mark(self, first: str = "") -> None:
-        """Begin to remember, as if `first` had been read."""
+        """Begin to remember the text read, as if `first` had been read."""
         self._read = [first]
 
     def unmark(self) -> str:
-        """Stop remembering; returns what was read since `mark`."""
-        read, self._read = "".join(self._read or ()), None
+        """Stop remembering and return the text read since `mark`."""
+        read = "".join(self._read or ())
+        self._read = None
         return read
 
     def take_rest(self) -> str:
@@ -90,12 +93,12 @@ class TextReader:
 
     @property
     def is_empty(self) -> bool:
-        """All text that has come was read."""
+        """Whether all text that has come was read."""
         return self._exhausted
 
     @property
     def ended(self) -> bool:
-        """The text is over and all of it was read."""
+        """Whether the text is over and all of it was read."""
         return self.closed and self._exhausted
 
     @property
@@ -103,7 +106,7 @@ class TextReader:
         return self._at >= len(self._text)
 
     def more(self) -> Reading[bool]:
-        """Wait for a character; False at the end of the text."""
+        """Wait for a character. Return False at the end of the text."""
         while self._exhausted:
             if self.closed:
                 return False
@@ -111,12 +114,12 @@ class TextReader:
         return True
 
     def peek(self) -> Reading[str]:
-        """The next character without taking it; "" at the end."""
+        """Return the next character without taking it; "" at the end."""
         found = yield from self.more()
         return self._text[self._at] if found else ""
 
     def space(self) -> Reading[str]:
-        """Take white space; returns it."""
+        """Take white space and return it."""
         taken = ""
         while (yield from self.more()):
             match = _SPACE.match(self._text, self._at)
@@ -149,10 +152,10 @@ class TextReader:
     def copy_until(
         self, markers: Sequence[str], sink: Sink, *, take: bool = True, drop_partial: bool = False
     ) -> Reading[str]:
-        """Hand text to `sink` as it comes, up to the first of `markers`, which is returned ("": the end).
+        """Pass text to `sink` as it comes, up to the first of `markers`. Return the marker; "" at the end.
 
-        take: the marker is taken too
-        drop_partial: a marker that the end of the text cuts off is no text
+        take: take the marker too
+        drop_partial: drop a marker that the end of the text cuts off
         """
         while True:
             at, marker = self._find(markers)
@@ -170,8 +173,9 @@ class TextReader:
             yield
 
     def until(self, *markers: str, limit: int = MAX_HEAD_CHARS, take: bool = True) -> Reading[tuple[str, str]]:
-        """(text, marker) with the text before the first of `markers`; marker is "" at the end, or if `limit` characters
-        come before it, which are taken.
+        """Return (text, marker) with the text before the first of `markers`.
+
+        The marker is "" at the end of the text, or if `limit` characters come before it, which are taken.
         """
         pieces: list[str] = []
         longest = max(map(len, markers))
@@ -191,12 +195,12 @@ class TextReader:
             yield
 
     def _find(self, markers: Sequence[str], end: int = sys.maxsize) -> tuple[int, str]:
-        """Place and text of the first marker (of those at one place, the longest) that ends before place `end`."""
+        """Return the place and text of the first marker, the longest one there, that ends before place `end`."""
         match = _any_of(tuple(markers)).search(self._text, self._at, end)
         return (match.start(), match[0]) if match else (len(self._text), "")
 
     def json_string(self) -> Reading[str | None]:
-        """Take a JSON string and return its value; None (with text taken) if there is none."""
+        """Take a JSON string and return its value; None, with text taken, if there is none."""
         pieces: list[str] = []
         whole = yield from self.copy_json(pieces.append, limit=MAX_HEAD_CHARS, kinds="\"'")
         return decode_json_string("".join(pieces)) if whole else None
@@ -208,9 +212,11 @@ class TextReader:
         return "".join(pieces) if whole else None
 
     def copy_json(self, sink: Sink, *, limit: int | None = None, kinds: str = "") -> Reading[bool]:
-        """Pass the text of one JSON value to `sink` as it arrives. Brackets and strings are followed, names and
-        numbers are not checked. Returns False if the text ends, or if a character is not JSON (it is not taken).
-        Models write line breaks into strings as they are, and values as in Python: `sink` gets JSON of them.
+        """Pass the text of one JSON value to `sink` as it arrives. Return False if it breaks off.
+
+        Brackets and strings are followed; names and numbers are not checked. The value breaks off if the text ends, or
+        at a character that is not JSON, which is not taken. Models write line breaks into strings as they are, and
+        values as in Python: `sink` gets JSON for them.
 
         kinds: first characters that are allowed ("": any)
         """
@@ -238,7 +244,7 @@ class TextReader:
         return size > 0 and not self._exhausted
 
     def _copy_string(self, sink: Sink, limit: int | None = None) -> Reading[bool]:
-        """Copy a string of JSON, or of Python in single quotes, as one of JSON."""
+        """Copy a JSON string, or a Python string in single quotes, as a JSON string."""
         quote = self._text[self._at]
         inside, convert = (_IN_STRING, _escaped) if quote == '"' else (_IN_PYTHON_STRING, _python_escaped)
         self._take(self._at + 1)
@@ -320,7 +326,7 @@ def _json_words(text: str) -> str:
 
 
 def _python_escaped(text: str) -> str:
-    """Return a part of a Python string in single quotes, cut at no escape, as a part of a JSON string."""
+    """Return a part of a Python string in single quotes as a part of a JSON string. No escape may be cut."""
     return _escaped(_PYTHON_PART.sub(_json_escape, text))
 
 
@@ -332,7 +338,7 @@ def _json_escape(match: re.Match[str]) -> str:
 
 
 def json_rest(text: str) -> str | None:
-    """Return the quote and brackets that complete a JSON value which breaks off; None if more is missing."""
+    """Return the quote and brackets that complete a JSON value; None if more is missing."""
     stack: list[str] = []
     quote = ""
     for match in _MARKS.finditer(text):
@@ -360,7 +366,7 @@ def decode_json_string(text: str) -> str | None:
 
 
 def whole_characters(text: str) -> str:
-    """Return the text with the two halves of a character (surrogates) joined, and U+FFFD for a half that is alone.
+    """Return the text with the two halves of a character (surrogates) joined, and U+FFFD for a single half.
 
     A model can write half a character as \\uXXXX. UTF-8, and so an answer, cannot have one.
     """

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 _SEQUENCES = (str, list, tuple)
-_MAX_BITS = 1 << 16  # of an integer: a loop of products would double it at each step
+_MAX_BITS = 1 << 16  # bits of an integer: a loop of products would double them at each step
 _CHECK_EVERY = 256  # loop steps between two looks at the clock: 256 empty steps take about 20 us
 
 
@@ -33,7 +33,7 @@ class RenderLimitError(Exception):
 
 
 class RenderBudget:
-    """What one render may use: seconds from now, and characters of any one string."""
+    """The limits of one render: seconds from now, and characters of any one string."""
 
     NAME: ClassVar[str] = "jaxserve_render_budget"
 
@@ -186,7 +186,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Renders need a RenderBudget among their variables, under RenderBudget.NAME."""
 
     def __init__(self, rewriter: type[NodeTransformer] | None = None) -> None:
-        """rewriter: of the parsed tree; Rewriter or a kind of it."""
+        """rewriter: rewrites the parsed tree; Rewriter or a subclass"""
         self._rewriter = rewriter or Rewriter
         super().__init__(
             trim_blocks=True,
@@ -251,7 +251,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Rewriter(NodeTransformer):
-    """Operators that can make a text longer than their operands become filters."""
+    """Replaces operators that can make a text longer than their operands by filters."""
 
     OPERATORS: ClassVar[dict[type[nodes.BinExpr], str]] = {
         nodes.Mul: "_product",
@@ -277,7 +277,7 @@ def filtered(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the filter with a limit on its numbers, which otherwise make strings of any size."""
-    skipped = 2 if vars(function) else 1  # the environment, where jinja gives it, and the text itself
+    skipped = 2 if vars(function) else 1  # the environment, if jinja gives it, and the text itself
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         """Call the filter. Raises RenderLimitError for a width over 1,000."""

@@ -1,20 +1,18 @@
 """Stop strings and stop patterns over text deltas: found across any border of the deltas.
 
 The output ends at the first character that completes a stop, however the text is cut. A stop string is held back until
-it is decided and is cut off the output; where several end at one character, the longest counts. The text that a
-pattern matches stays in the output, as in SGLang. Strings are found together by one automaton (Aho and Corasick,
-"Efficient string matching", 1975), about 0.2 us a character however many there are.
+it is decided and is cut off the output; if several end at one character, the longest counts. The text that a pattern
+matches stays in the output, as in SGLang. One automaton finds all strings (Aho and Corasick, "Efficient string
+matching", 1975), in about 0.2 us a character however many there are.
 
-Stop patterns: regular expressions that RE2 searches for in a text that grows.
+Patterns are regular expressions of RE2, which takes time linear in the text and bounded memory whatever the pattern, so
+a request cannot hold up the others. The syntax (https://github.com/google/re2/wiki/Syntax) is the syntax of Python's
+`re` without look-around and back-references. `^` matches at the beginning of the output and `$` at its end so far.
 
-RE2 takes time linear in the text and bounded memory whatever the pattern, so a request cannot hold up the others. The
-syntax is RE2's (https://github.com/google/re2/wiki/Syntax): that of Python's `re` without look-around and
-back-references. `^` matches at the beginning of the output and `$` at the end of the output so far.
-
-Check that a tokenizer's regular expression is fast on every text, as far as its form shows.
-
-The tokenizers library backtracks: a repeat inside a repeat takes time that doubles with each character, and blocks the
-event loop. Published patterns have at most two repeats in a row and none inside another.
+`check_pattern` is for the regular expression of a tokenizer, which the tokenizers library runs with backtracking: a
+repeat inside a repeat takes time that doubles with each character, and blocks the event loop. It checks that the
+expression is fast on every text, as far as its form shows. Published tokenizers have at most two repeats in a row and
+none inside another.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ MAX_PATTERNS = 32
 MAX_PATTERN_CHARS = 256
 LOOK_BACK = 256  # bytes before the newest text in which a match may begin; it bounds the cost of a search
 # Instructions of RE2's program for all patterns, times the choices of the request. An expression for which RE2 cannot
-# reuse its states takes up to 6 ns per instruction and byte: with this limit and LOOK_BACK bytes 13 ms a step for the
-# whole request. Most expressions take 4 us a token.
+# reuse its states takes up to 6 ns per instruction and byte. With this limit and LOOK_BACK bytes that is 13 ms a step
+# for the whole request. Most expressions take 4 us a token.
 MAX_INSTRUCTIONS = 8192
 # Bytes that RE2 may hold for one expression: its program and its cache of automaton states. Without room for the
 # states it is slower, still in linear time. A program of 1,000 character classes takes about 100 kB.
@@ -44,16 +42,17 @@ PATTERN_MEMORY = 2**20
 class StopPatterns:
     """The patterns of one request, compiled. Any number of searches may share them.
 
-    num_choices: outputs that are searched.
-    Raises InvalidValueError naming `param`: a mistake in the syntax, a feature that RE2 lacks, a pattern that matches
-    the empty text, more than MAX_PATTERNS, MAX_PATTERN_CHARS or MAX_INSTRUCTIONS.
+    num_choices: number of outputs that are searched
+
+    Raises InvalidValueError naming `param` for a mistake in the syntax, a feature that RE2 lacks, a pattern that
+    matches the empty text, or more than MAX_PATTERNS, MAX_PATTERN_CHARS or MAX_INSTRUCTIONS.
     """
 
     def __init__(self, sources: Sequence[str], *, num_choices: int = 1, param: str = "stop_regex") -> None:
         if len(sources) > MAX_PATTERNS:
             raise InvalidValueError(f"at most {MAX_PATTERNS} patterns", param=param)
         self._single = [(source, _compile(source, param)) for source in sources]
-        # One search answers for all patterns whether there is a match.
+        # One search tells for all patterns together whether there is a match.
         alternatives = "|".join(f"(?:{source})" for source in sources)
         self._any = _expression(alternatives, PATTERN_MEMORY * (1 + len(sources))) if sources else None
         if self._any is not None and self._any.programsize * num_choices > MAX_INSTRUCTIONS:
@@ -69,7 +68,7 @@ class StopPatterns:
     def first_end(self, text: bytes, least: int, *, cut: bool) -> tuple[int, str] | None:
         """Return the earliest place where a match ends, not before `least`, and the pattern that matches there.
 
-        text: UTF-8. cut: the first byte of the text is context only, since the output began before it.
+        text: UTF-8. cut: the first byte of the text is only context, because the output began before it
         """
         start = int(cut)
         if self._any is None or self._any.search(text, start) is None:
@@ -89,7 +88,7 @@ class PatternSearch:
         self._cut = False  # the output began before the tail
 
     def push(self, delta: str) -> tuple[int, str] | None:
-        """Take new text; the number of its characters up to the end of the first match, and the matching pattern."""
+        """Search new text. Return its characters up to the end of the first match, and the matching pattern."""
         if not self._patterns:
             return None
         text = self._tail + delta.encode("utf-8", "replace")
@@ -101,7 +100,7 @@ class PatternSearch:
         return None
 
     def skip(self, delta: str) -> None:
-        """Take new text in which no match may begin."""
+        """Add new text in which no match may begin."""
         self._tail, self._cut = delta.encode("utf-8", "replace")[-1:], True
 
     def _keep(self, text: bytes) -> None:
@@ -158,7 +157,7 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, delta: str, *, ignore: bool = False) -> tuple[str, str | None]:
-        """Take new text; returns (text that may go out, what matched or None). After a match nothing goes out.
+        """Add new text. Return (text that may be sent, matched stop or None). After a match nothing is sent.
 
         ignore: no stop counts within this delta (before min_tokens); the search begins anew after it
         """
@@ -258,7 +257,7 @@ _COMMENT = re.compile(r"\?[a-z-]+\)")  # (?i): switches for what follows
 
 @dataclass
 class _Branches:
-    """An alternation: the number of its branches, and the largest number of repeats in one of them."""
+    """An alternation: the number of its branches, and the most repeats in one of them."""
 
     repeats: int = 0
     branches: int = 1
@@ -275,17 +274,18 @@ def check_pattern(pattern: str) -> None:
 
 
 def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
-    """Read up to the closing parenthesis or the end. Returns the position there and what was read."""
+    """Read up to the closing parenthesis or the end. Return the position there and the alternation that was read."""
     if depth > MAX_NESTED_GROUPS:
         raise ValueError("it is nested too deep")
     whole, branch = _Branches(), _Branches()
     while position < len(pattern) and pattern[position] != ")":
         if pattern[position] == "|":
-            whole.repeats, branch = max(whole.repeats, branch.repeats), _Branches()
+            whole.repeats = max(whole.repeats, branch.repeats)
             whole.branches += 1
+            branch = _Branches()
             position += 1
             continue
-        # nothing behind a look-ahead goes back into it, so one at the beginning is as a pattern of its own
+        # matching never goes back into a look-ahead, so one at the beginning is like a pattern of its own
         alone = depth == 0 and not branch.repeats and pattern.startswith(("(?!", "(?="), position)
         position, inner = _atom(pattern, position, depth)
         inner = _Branches() if alone else inner
@@ -311,7 +311,7 @@ def _add(branch: _Branches, inner: _Branches, least: int, endless: bool) -> None
 
 
 def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
-    """Read one character, class, escape or group. Returns the position behind it and its repeats."""
+    """Read one character, class, escape or group. Return the position behind it and its repeats."""
     match pattern[position]:
         case "\\":
             found = _ESCAPE.match(pattern, position)

@@ -1,4 +1,4 @@
-"""The parent's side of the template worker: one process, one conversation at a time, ended where it takes too long.
+"""The parent's side of the template worker: one process, one conversation at a time, killed if it takes too long.
 
 process = TemplateProcess(setup)
 text = process.render(conversation)  # blocks: call it from a thread
@@ -22,7 +22,7 @@ from jaxserve.errors import ConfigError, InvalidValueError, ServerError
 from jaxserve.text.template_worker import Rendered, TemplateInput, TemplateSetup
 from jaxserve.transport.child import HEAD_BYTES, child_environment, frame_size, framed, python_command
 
-CPU_SECONDS = 3.0  # of a render, with what is around it; the render's own limit is 1 s. To compile 256 KiB takes 2 s.
+CPU_SECONDS = 3.0  # CPU time of a frame; the render itself has 1 s, and compiling 256 KiB takes 2 s
 WALL_SECONDS = 15.0  # the last resort, on a machine that gives the worker too little of a processor
 MEMORY_BYTES = 1 << 30
 TEMPLATE_READ_BYTES = 1 << 20  # bytes of a read
@@ -37,7 +37,7 @@ class _Ended(Exception):
 
 
 class TemplateProcess:
-    """Started when it is first needed, and again after it ended. Safe to use from several threads."""
+    """A worker process, started when it is first needed and again after it ended. Safe to use from several threads."""
 
     def __init__(self, setup: TemplateSetup) -> None:
         self.wall_seconds = WALL_SECONDS
@@ -51,12 +51,12 @@ class TemplateProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Compile the template. Raises ConfigError where that fails or takes too much."""
+        """Compile the template. Raises ConfigError if that fails or takes too much time or memory."""
         with self._lock:
             self._running()
 
     def render(self, conversation: TemplateInput) -> str:
-        """Return the prompt's text. Raises InvalidValueError, also if it takes too much time or memory."""
+        """Return the prompt's text. Raises InvalidValueError if the template refuses it or exceeds a limit."""
         try:
             body = msgspec.json.encode(conversation)
         except (UnicodeEncodeError, RecursionError):
@@ -88,14 +88,14 @@ class TemplateProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self._forget()  # it ended while it had nothing to do
+        self._forget()  # it ended while it was idle
         if self._stopped:
             raise ServerError("the server stops")
         process = self._process = _started()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            with contextlib.suppress(OSError):  # a user has room for so many large pipes
+            with contextlib.suppress(OSError):  # the system limits the large pipes of a user
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, TEMPLATE_READ_BYTES)
         try:
             error = self._exchange(process, msgspec.json.encode(self._setup)).error
@@ -107,7 +107,7 @@ class TemplateProcess:
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], body: bytes) -> Rendered:
-        """Raises _Ended, and the process is no more."""
+        """Send a frame and return the answer. Raises _Ended after which the process is gone."""
         deadline = time.monotonic() + self.wall_seconds
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -117,7 +117,7 @@ class TemplateProcess:
         except (OSError, ValueError, TimeoutError) as error:
             self._forget()
             raise _Ended from error
-        except BaseException:  # the answer may still come, and would be taken for the next one's
+        except BaseException:  # the answer may still come and would be taken for the next one
             self._forget()
             raise
 
@@ -165,7 +165,7 @@ def _receive(pipe: int, size: int, deadline: float) -> bytes:
 
 
 def _wait(reads: list[int], writes: list[int], deadline: float) -> None:
-    """poll() and not select(), which takes no descriptor over 1,023."""
+    """Wait until a descriptor is ready, by poll(), because select() accepts no descriptor over 1,023."""
     waiting = select.poll()
     for pipe in (*reads, *writes):
         waiting.register(pipe, select.POLLIN if reads else select.POLLOUT)

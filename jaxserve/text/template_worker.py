@@ -1,7 +1,7 @@
 """The process in which any chat template may be rendered: `python -m jaxserve.text.template_worker`.
 
 It reads frames from stdin and writes one to stdout for each. The first is a TemplateSetup, answered once the template
-is compiled; each further one is a TemplateInput. The kernel limits each of them: if one needs too much memory, the
+is compiled. Each further frame is a TemplateInput. The kernel limits each of them: if one needs too much memory, the
 answer is an error; if it takes too much CPU time, the kernel ends this process.
 """
 
@@ -17,14 +17,14 @@ import msgspec
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.tokenizer import Shield
+from jaxserve.text.tokenizer import SpecialTokenEscaper
 from jaxserve.transport.child import framed, limit_memory, read_frame, take_pipes, write
 
 
 class TemplateSetup(msgspec.Struct):
     """The template, and the limits of its process.
 
-    special_texts: what users' texts must not say. cpu_seconds: of each step, the template's compilation too.
+    special_texts: texts that are escaped in users' texts. cpu_seconds: CPU time of each frame, also to compile
     """
 
     source: str
@@ -36,7 +36,7 @@ class TemplateSetup(msgspec.Struct):
 
 
 class TemplateInput(msgspec.Struct):
-    """What `ChatTemplate.render` takes, in the client's own texts."""
+    """The arguments of `ChatTemplate.render`, with the client's own texts."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -61,12 +61,12 @@ _SETUP = msgspec.json.Decoder(TemplateSetup)
 _INPUT = msgspec.json.Decoder(TemplateInput)
 
 
-def render(template: ChatTemplate, shield: Shield, conversation: TemplateInput) -> str:
-    """Return the prompt's text. Raises InvalidValueError."""
+def render(template: ChatTemplate, escaper: SpecialTokenEscaper, conversation: TemplateInput) -> str:
+    """Return the prompt's text with users' texts escaped. Raises InvalidValueError."""
     return template.render(
-        shield.value(conversation.messages),
-        tools=shield.value(conversation.tools),
-        documents=shield.value(conversation.documents),
+        escaper.value(conversation.messages),
+        tools=escaper.value(conversation.tools),
+        documents=escaper.value(conversation.documents),
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         kwargs=conversation.kwargs,
@@ -76,7 +76,7 @@ def render(template: ChatTemplate, shield: Shield, conversation: TemplateInput) 
 class _TemplateServer:
     def __init__(self, setup: TemplateSetup) -> None:
         self.setup = setup
-        self.shield = Shield(setup.special_texts)
+        self.escaper = SpecialTokenEscaper(setup.special_texts)
         tools = setup.tools_source
         self.template = ChatTemplate(setup.source, tools_source=tools, special_tokens=setup.special_tokens)
 
@@ -84,7 +84,7 @@ class _TemplateServer:
         """Render one conversation; an error becomes a message."""
         signal.setitimer(signal.ITIMER_PROF, self.setup.cpu_seconds)
         try:
-            return Rendered(render(self.template, self.shield, _INPUT.decode(body)))
+            return Rendered(render(self.template, self.escaper, _INPUT.decode(body)))
         except RequestError as error:
             return Rendered(error=error.message, param=error.param)
         except (MemoryError, RecursionError, msgspec.MsgspecError):

@@ -1,15 +1,12 @@
 """The tokenizer of a model directory or GGUF file: text to token ids and back, and the bytes of every token.
 
-Owns what the files of a tokenizer, `generation_config.json` and `config.json` say about tokens. Knows nothing of
-requests, of what templates mean, or of the device.
+Knows everything that the files of a tokenizer, `generation_config.json` and `config.json` say about tokens. Knows
+nothing of requests, of the meaning of templates, or of the device.
 
-Use:
     tokenizer = Tokenizer.from_directory(path)
     ids = tokenizer.encode(prompt)                                  # a completion's prompt: BOS as the model wants it
     ids = tokenizer.encode(rendered, add_special_tokens=False)      # a rendered chat template writes its own BOS
-    text = tokenizer.shield(user_text)                              # its special-token texts will stay plain text
-
-Marks on texts of users that look like special tokens, so that they are encoded as plain text after rendering.
+    text = tokenizer.escape(user_text)                              # its special-token texts will stay plain text
 """
 
 from __future__ import annotations
@@ -40,17 +37,14 @@ from jaxserve.model_files import (
 from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.text.tokenizer_limits import MAX_ADDED, refuse_costly
 
-# A Unicode noncharacter, not allowed in interchange: it marks the places where a special token must not be read.
-SHIELD = "\ufdd0"
+# A Unicode noncharacter, not allowed in interchange. It marks the places where a special token must not be read.
+ESCAPE_MARK = "\ufdd0"
 
 
-class Shield:
-    """Marks what looks like a special token.
+class SpecialTokenEscaper:
+    """Escapes the texts of special tokens in users' texts, so that they are encoded as plain text after rendering.
 
-    texts: of the special tokens.
-
-    Attributes:
-        pattern: finds one of them
+    texts: the texts of the special tokens. pattern: finds one of them
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -58,12 +52,12 @@ class Shield:
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def text(self, text: str) -> str:
-        """Mark the special tokens in a text. Marks that it already has are dropped."""
-        text = text.replace(SHIELD, "")
-        return self.pattern.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text)
+        """Return a text with its special tokens escaped. Marks that it already has are dropped."""
+        text = text.replace(ESCAPE_MARK, "")
+        return self.pattern.sub(lambda match: match[0][0] + ESCAPE_MARK + match[0][1:], text)
 
     def value(self, value: Any) -> Any:
-        """Mark the special tokens in the strings of a JSON value, except those of the keys role and type."""
+        """Return a JSON value with the special tokens in its strings escaped, except below the keys role and type."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):
@@ -87,15 +81,14 @@ DecoderKind = Literal["byte_level", "byte_fallback", "other"]
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the facts around it. Safe to use from several threads.
 
-    Attributes:
-        strips_first_space: a decoded text drops the space its first token carries (sentencepiece)
-        vocab_size: number of tokens; if more, one more than the largest id of an added token. The model's may be
-          larger, and an id too where the vocabulary has gaps
-        special_ids: ids that `skip_special_tokens` drops
-        bos_token, eos_token, pad_token, unk_token: their texts, or None
-        eos_token_ids: ids that end a sequence (the tokenizer's and the model's), the tokenizer's first
-        chat_templates: name to Jinja text; the usual one is called "default"
-        decoder_kind: how token strings map to bytes; "other" means only the whole sequence can be decoded
+    strips_first_space: a decoded text drops the space that its first token carries (sentencepiece)
+    vocab_size: number of tokens, or the largest id of an added token plus 1 if that is more. The model's number may be
+      larger, and so may an id if the vocabulary has gaps.
+    special_ids: ids that `skip_special_tokens` drops
+    bos_token, eos_token, pad_token, unk_token: their texts, or None
+    eos_token_ids: ids that end a sequence: the tokenizer's first, then the model's
+    chat_templates: name to Jinja text; the usual one is called "default"
+    decoder_kind: how token strings map to bytes; "other": only a whole sequence can be decoded
     """
 
     def __init__(
@@ -117,7 +110,8 @@ class Tokenizer:
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
             _token_text(self.config.get(f"{name}_token")) for name in ("bos", "eos", "pad", "unk")
         )
-        self.bos_token_id, self.pad_token_id = self._id(self.bos_token), self._id(self.pad_token)
+        self.bos_token_id = self._id(self.bos_token)
+        self.pad_token_id = self._id(self.pad_token)
         self.eos_token_id = own = self._id(self.eos_token)
         ids = ([] if own is None else [own]) + [i for i in extra_eos_ids if self.id_to_token(i) is not None]
         self.eos_token_ids = tuple(dict.fromkeys(ids))
@@ -127,12 +121,14 @@ class Tokenizer:
         self._added_text = {i: token.content for i, token in added.items()}
         self._bytes: dict[int, bytes] = {}
         self._special_ids_by_text = {added[i].content: i for i in self.special_ids if added[i].content}
-        self._shield = Shield(self._special_ids_by_text)
+        self._escaper = SpecialTokenEscaper(self._special_ids_by_text)
         self._lock = threading.Lock()
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
-        """Read a model directory, that of a GGUF file, or without files of a tokenizer there the GGUF file itself.
+        """Read the tokenizer of a model directory or GGUF file.
+
+        The files beside a GGUF file win. Without them its own tokenizer is read.
 
         Raises ModelLoadError with the missing or damaged file.
         """
@@ -156,37 +152,37 @@ class Tokenizer:
         return cls(found.backend, found.config, chat_templates=templates, extra_eos_ids=ends)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, plain: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
         add_special_tokens: add BOS and the like where the tokenizer's post-processor does
-        plain: read no special token in the text at all; parts passed through `shield` never are
+        plain: read no special token in the text at all; escaped ones are never read
         """
-        if not plain and SHIELD not in text:
+        if not plain and ESCAPE_MARK not in text:
             return _encode(self.backend, text, add_special_tokens)
         if plain:
-            return _encode(self.plain_backend(), text.replace(SHIELD, ""), add_special_tokens)
-        return self._encode_shielded(text, add_special_tokens)
+            return _encode(self.plain_backend(), text.replace(ESCAPE_MARK, ""), add_special_tokens)
+        return self._encode_escaped(text, add_special_tokens)
 
-    def shield(self, text: str) -> str:
-        """Mark `text` so that the texts of special tokens in it are encoded as plain text after rendering.
+    def escape(self, text: str) -> str:
+        """Return `text` with marks, so that the special tokens in it are encoded as plain text after rendering.
 
         A text without any is returned unchanged. Noncharacters U+FDD0 in it are dropped.
         """
-        return self._shield.text(text)
+        return self._escaper.text(text)
 
     @property
     def special_texts(self) -> list[str]:
-        """The texts that `shield` marks."""
+        """The texts that `escape` marks."""
         return list(self._special_ids_by_text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that this token adds to the output; none for an id outside the vocabulary.
+        """Return the bytes that this token adds to the output; b"" for an id outside the vocabulary.
 
-        The bytes of all tokens make the text, also if a character is split between tokens. Not so with decoder_kind
-        "other": these are the bytes of the token decoded alone.
+        The bytes of all tokens make the text, also if a character is split between tokens. With decoder_kind "other"
+        they do not: these are the bytes of the token decoded alone.
         """
         found = self._bytes.get(token_id)
         if found is None:
@@ -207,9 +203,9 @@ class Tokenizer:
         return {name: text for name, text in texts.items() if text is not None}
 
     def to_json(self, vocab_size: int | None = None) -> str:
-        """Return the text of tokenizer.json, for libraries that build their own from it.
+        """Return the text of tokenizer.json, for libraries that build their own tokenizer from it.
 
-        vocab_size: the model's. Added tokens that it has no row for are left out
+        vocab_size: number of rows of the model's embedding. Added tokens without a row are left out.
         """
         text, gaps = self.backend.to_str(), self._gaps()
         if not gaps and (vocab_size is None or vocab_size >= self.vocab_size):
@@ -222,7 +218,7 @@ class Tokenizer:
         return json.dumps(tree)
 
     def _gaps(self) -> list[int]:
-        """Return the ids below the largest one that have no token: llguidance sees no token behind so many others.
+        """Return the ids below the largest one that have no token. llguidance sees no token behind a long gap.
 
         To be quick, a gap is looked for at the end of as many ids as there are tokens.
         """
@@ -240,7 +236,7 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """A second backend that reads special tokens as text; the switch is state of a backend."""
+        """A second backend that reads special tokens as text, because that switch is state of a backend."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return backend
@@ -248,18 +244,18 @@ class Tokenizer:
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self.backend.token_to_id(text)
 
-    def _encode_shielded(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_escaped(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode the special tokens of the template as such, and the text between them with the plain backend."""
         frame = self.backend.encode("", add_special_tokens=add_special_tokens).ids
         ids, position = list(frame), 0
-        for match in self._shield.pattern.finditer(text):
+        for match in self._escaper.pattern.finditer(text):
             ids += self._plain_ids(text[position : match.start()])
             ids.append(self._special_ids_by_text[match[0]])
             position = match.end()
         return ids + self._plain_ids(text[position:])
 
     def _plain_ids(self, text: str) -> list[int]:
-        return _encode(self.plain_backend(), text.replace(SHIELD, ""), False) if text else []
+        return _encode(self.plain_backend(), text.replace(ESCAPE_MARK, ""), False) if text else []
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.id_to_token(token_id)
@@ -297,7 +293,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Return a token's bytes as the tokenizers library does: one with a character outside the alphabet is its text."""
+    """Return a token's bytes as the tokenizers library does: its text if a character is outside the alphabet."""
     try:
         return bytes([_ALPHABET[char] for char in token])
     except KeyError:
@@ -354,7 +350,7 @@ def _eos_ids(path: Path) -> list[int]:
 
 
 def _load_backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Read tokenizer.json, and add the tokens that only other files name. config: of tokenizer_config.json."""
+    """Read tokenizer.json and add the tokens that only other files name. config: tokenizer_config.json"""
     file = path / "tokenizer.json"
     if not file.is_file():
         return _convert_backend(path)
@@ -373,8 +369,8 @@ def _tokens_beside(path: Path, config: dict[str, Any], known: dict[int, AddedTok
     """Return the tokens that other files than tokenizer.json name, in the order in which transformers adds them.
 
     known: the added tokens of tokenizer.json. A token of tokenizer_config.json that differs from the one in `known`
-    takes its place. An id that a file names is only the place in the order: the library gives the next free one.
-    Raises ModelLoadError for a damaged entry.
+    takes its place. An id that a file names only decides the order: the library gives the next free one. Raises
+    ModelLoadError for a damaged entry.
     """
     file, entries = path / "tokenizer_config.json", config.get("added_tokens_decoder")
     named, more = _special_beside(file, config)
@@ -401,7 +397,7 @@ def _tokens_beside(path: Path, config: dict[str, Any], known: dict[int, AddedTok
 
 
 def _special_beside(file: Path, config: dict[str, Any]) -> tuple[list[AddedToken], list[AddedToken]]:
-    """Return the tokens that tokenizer_config.json names as special ones: those with a role, and the further ones."""
+    """Return the special tokens of tokenizer_config.json: the tokens with a role, and the additional ones."""
     named = {f"{name}_token": config.get(f"{name}_token") for name in _SPECIAL}
     named |= {key: text for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
     more = next(filter(None, map(config.get, _MORE_SPECIAL)), [])
@@ -415,7 +411,7 @@ def _special_beside(file: Path, config: dict[str, Any]) -> tuple[list[AddedToken
 
 
 def _added_token(value: Any, file: Path, *, special: bool | None = None) -> AddedToken:
-    """Make a token of its text, or of the object that a file has for it. special: None means as the object says."""
+    """Return a token made from its text or from the object in a file. special: None: as the object says"""
     entry = value if isinstance(value, dict) else {"content": value}
     flags = {key: entry[key] for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in entry}
     if special is not None:
@@ -427,7 +423,7 @@ def _added_token(value: Any, file: Path, *, special: bool | None = None) -> Adde
 
 
 def _lowercased(backend: tokenizers.Tokenizer, settings: Path | None) -> tokenizers.Tokenizer:
-    """Let it read texts in lower case if the file of sentence-transformers says so, whatever its own files say."""
+    """Return the tokenizer, reading texts in lower case if the file of sentence-transformers says so."""
     if settings is not None and read_object(settings).get("do_lower_case"):
         own = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])  # type: ignore[assignment]
@@ -435,7 +431,7 @@ def _lowercased(backend: tokenizers.Tokenizer, settings: Path | None) -> tokeniz
 
 
 def _convert_backend(path: Path) -> tokenizers.Tokenizer:
-    """Older forms (vocab.json with merges.txt, tokenizer.model) are converted by transformers."""
+    """Return the tokenizer of an older form (vocab.json with merges.txt, tokenizer.model), which transformers reads."""
     if not any((path / name).is_file() for name in _VOCABULARIES):
         raise ModelLoadError(f"no tokenizer.json in {path}", fix="name a directory with one, or set model.tokenizer")
     from transformers import AutoTokenizer  # noqa: PLC0415  # takes 2 s to import and is rarely needed
@@ -452,7 +448,10 @@ def _convert_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name: chat_template.jinja wins over tokenizer_config's; additional_chat_templates/*.jinja add."""
+    """Return the chat templates by name.
+
+    chat_template.jinja wins over tokenizer_config.json; additional_chat_templates/*.jinja add further ones.
+    """
     value = config.get("chat_template")
     if isinstance(value, str):
         templates = {"default": value}
@@ -468,7 +467,7 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _checked(path: Path, templates: dict[str, str]) -> dict[str, str]:
-    """Return the templates. Raises ModelLoadError for one that takes seconds to compile."""
+    """Return the templates. Raises ModelLoadError if one would take seconds to compile."""
     for template in templates.values():
         if len(template) > MAX_TEMPLATE_BYTES:
             raise ModelLoadError(f"{path}: a chat template has more than {MAX_TEMPLATE_BYTES} characters")
@@ -476,7 +475,7 @@ def _checked(path: Path, templates: dict[str, str]) -> dict[str, str]:
 
 
 def _named_templates(path: Path, value: Any) -> dict[str, str]:
-    """tokenizer_config's list of templates."""
+    """Return the list of templates in tokenizer_config.json by name."""
     items = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, dict) for item in items) or not all(
         isinstance(item.get(key), str) for item in items for key in ("name", "template")
@@ -488,9 +487,9 @@ def _named_templates(path: Path, value: Any) -> dict[str, str]:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Encode a text; a long one by the library's batch call.
+    """Encode a text. A long one goes through the library's batch call.
 
-    That releases the GIL, which `encode` keeps for 1 us a character, and leaves the offsets out (half the time).
+    That releases the GIL, which `encode` keeps for 1 us a character, and skips the offsets (half the time).
     """
     if len(text) <= LONG_TEXT:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids

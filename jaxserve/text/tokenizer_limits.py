@@ -1,4 +1,4 @@
-"""What a tokenizer of an untrusted file may cost, and which ids it may make."""
+"""Limits on the tokenizer of an untrusted file: the time and memory that it may take, and the ids that it may make."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxserve.text.stop import check_pattern
 
 MAX_VOCABULARY = 2**22  # the largest published vocabulary has 262,144
 MAX_ADDED = 2**15  # tokens; published tokenizers have 6,500 at most, and ten times as many take seconds to look for
-MAX_GROWTH = 64  # of a text in the normalizer; sentencepiece's sign for a space is one character
-MAX_FRAME_IDS = 256  # most ids that the post-processor puts around a text
+MAX_GROWTH = 64  # characters that the normalizer may put in place of one; sentencepiece's sign for a space is one
+MAX_FRAME_IDS = 256  # ids that the post-processor may put around a text
 
 
 def refuse_costly(backend: tokenizers.Tokenizer, file: Path) -> None:
-    """Raise ModelLoadError, which names the file, for a tokenizer that can take too much time or memory."""
+    """Raise ModelLoadError, which names the file, if the tokenizer can take too much time or memory."""
     try:
         _check_backend(backend)
     except ValueError as error:

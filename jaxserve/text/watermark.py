@@ -1,6 +1,6 @@
 """Detects the watermark of a key in a text. Needs its tokens and the key, no model and no device.
 
-The scheme is that of Aaronson (2022). For a random draw, each candidate token gets a number in (0, 1) from the key, the
+The scheme is Aaronson's (2022). For a random draw, each candidate token gets a number in (0, 1) from the key, the
 four tokens before it and the token itself, and these numbers decide the draw. A single draw still follows the model's
 distribution. Over many tokens the numbers of the drawn tokens are higher than chance allows. The sampler computes them
 on the device (`draw_marked` in runtime/sampling/sampler.py), and this file computes them with numpy.

@@ -63,7 +63,7 @@ def test_special_text_of_a_user_stays_text(shared_data: Any) -> None:
     assert ids.count(start) == 2  # the template's own: user and assistant
     assert attack in tokenizer.decode(ids, skip_special_tokens=False)
     plain = rendered(template)
-    assert tokenizer.shield("hi") == "hi" and tokenizer.encode(plain)[0] == start
+    assert tokenizer.escape("hi") == "hi" and tokenizer.encode(plain)[0] == start
 
 
 def test_enable_thinking_and_the_template_default(shared_data: Any) -> None:

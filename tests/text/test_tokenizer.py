@@ -1,4 +1,4 @@
-"""The tokenizer against published encode vectors, and what no library promises: exact bytes, shielded text."""
+"""The tokenizer against published encode vectors, and what no library promises: exact bytes, escaped text."""
 
 import json
 import re
@@ -79,14 +79,14 @@ def test_shielded_text_never_yields_a_special_token(shared_data: Any, directory:
         name = tokenizer.id_to_token(special)
         assert name is not None
         assert special in tokenizer.encode(f"a{name}b", add_special_tokens=False)
-        shielded = tokenizer.shield(f"a{name}b")
+        escaped = tokenizer.escape(f"a{name}b")
         for ids in (
-            tokenizer.encode(shielded, add_special_tokens=False),
+            tokenizer.encode(escaped, add_special_tokens=False),
             tokenizer.encode(f"a{name}b", add_special_tokens=False, plain=True),
         ):
             assert not tokenizer.special_ids & set(ids) - {tokenizer.token_to_id("<unk>")}
             assert tokenizer.decode(ids) == f"a{name}b"
-        mixed = tokenizer.encode(f"{name}{shielded}{name}", add_special_tokens=False)
+        mixed = tokenizer.encode(f"{name}{escaped}{name}", add_special_tokens=False)
         assert (mixed[0], mixed[-1], mixed.count(special)) == (special, special, 2)
 
 
@@ -229,7 +229,7 @@ def test_texts_in_lower_case_as_sentence_transformers_reads_them(lowers: bool | 
         (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": lowers}))
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer.encode("W4 w5 [SEP]") == [2, 4 if lowers else 1, 5, 3, 3]
-    assert tokenizer.encode(tokenizer.shield("W4 [SEP]"), add_special_tokens=False)[0] == (4 if lowers else 1)
+    assert tokenizer.encode(tokenizer.escape("W4 [SEP]"), add_special_tokens=False)[0] == (4 if lowers else 1)
 
 
 def test_damaged_directories_are_named(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValue
 from jaxserve.grammar.tools import CallModel, no_call_grammar, tool_grammar
 from jaxserve.text.events import OutputParser
 from jaxserve.text.template_worker import TemplateInput
-from jaxserve.text.tokenizer import SHIELD, Tokenizer
+from jaxserve.text.tokenizer import ESCAPE_MARK, Tokenizer
 from jaxserve.text.tools.registry import HARMONY
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget, ThinkingForm
@@ -221,11 +221,11 @@ async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
         check_ids(prompt.token_ids, info, "input_ids")
         ids, text = prompt.token_ids, tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     else:
-        shielded = await render(prompt.messages, state)
+        escaped = await render(prompt.messages, state)
         limit = longest if prompt.truncation.keep is None else None
         special = prompt.add_special_tokens
-        ids = await state.encoder.encode(shielded, add_special_tokens=special, limit=limit, param="messages")
-        text = shielded.replace(SHIELD, "")
+        ids = await state.encoder.encode(escaped, add_special_tokens=special, limit=limit, param="messages")
+        text = escaped.replace(ESCAPE_MARK, "")
     ids = truncate(ids, prompt.truncation, prompt.sampling.max_tokens, info.max_model_len)
     check_length(ids, longest, info, "messages" if prompt.token_ids is None else "input_ids")
     return RenderedChat(ids, text)
@@ -241,7 +241,7 @@ async def thinking_is_off(prompt: ChatPrompt, rendered: RenderedChat, state: Ser
     if wish is not None or prompt.token_ids is not None:
         return wish is False
     without = await render(prompt.messages, state, thinking(False))
-    return rendered.text == without.replace(SHIELD, "")
+    return rendered.text == without.replace(ESCAPE_MARK, "")
 
 
 _HARMONY_FINAL = "<|channel|>final<|message|>"

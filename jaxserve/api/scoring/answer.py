@@ -87,7 +87,7 @@ class PairPrompt:
         return ids
 
     async def _encode(self, document: str, state: ServerState, param: str) -> list[int]:
-        text = self.head + state.engine.tokenizer.shield(document) + self.tail
+        text = self.head + state.engine.tokenizer.escape(document) + self.tail
         limit = None if self.cuts else self.limit
         return await state.encoder.encode(text, add_special_tokens=False, limit=limit, param=param)
 
@@ -110,7 +110,7 @@ async def pair_prompt(query: str, instruction: str | None, keep: int | None, sta
         text = await _rendered(query, instruction, state)
     else:
         await asyncio.sleep(0)  # a request may have 2,000 queries
-        text = _known(tokenizer.shield(query), tokenizer.shield(instruction or ""), state)
+        text = _known(tokenizer.escape(query), tokenizer.escape(instruction or ""), state)
     head, place, tail = text.partition(_PLACE)
     if not place or _PLACE in tail:
         message = "The chat template does not show a message of the role 'document' once."
@@ -290,7 +290,7 @@ class Decider:
         prompts, owners = [], []
         for number, question in enumerate(task.questions):
             param = f"questions.{number}"
-            text = self.state.engine.tokenizer.shield(_asked(question, list(letters))) + tail
+            text = self.state.engine.tokenizer.escape(_asked(question, list(letters))) + tail
             ids = [*prefix, *await encoder.encode(text, add_special_tokens=False, limit=limit, param=param)]
             check_length(ids, limit, info, param)
             watched = list(letters.values())[: len(question.options)]

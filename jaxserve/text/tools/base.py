@@ -1,11 +1,13 @@
-"""What all tool-call parsers share: the generator's frame, calls in JSON, calls with parameters as text.
+"""The parts that all tool-call parsers share: the parser's frame, calls in JSON, and parameters as text.
 
-A family's file gives `_calls`, a generator that reads an output from its start. Before a call's name is known nothing
-of it has been sent, and what cannot be read becomes content; afterwards a broken call ends where it broke.
+    ToolParser     the frame of a streaming parser; a family's file gives `_calls`, a generator that reads an output
+                   from its start
+    InputDecoder   takes a custom tool's input out of the JSON arguments {"input": "..."} that the model writes for it
+    ToolSet        the tools of a request
+    schema_types   returns the JSON types that a parameter may have; `as_json` returns its text as JSON
 
-A custom tool's input, out of the JSON arguments {"input": "..."} that the model writes for it.
-
-Which JSON types a parameter of a tool may have, and its text as JSON.
+Before a call's name is known nothing of it has been sent, and text that cannot be read becomes content. Afterwards a
+broken call ends where it broke.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ logger = logging.getLogger(__name__)
 _START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MAX_START = 64
-# an unfinished escape at the end: a backslash, part of \uXXXX, or a high surrogate that waits for its other half
+# an unfinished escape at the end: a backslash, part of \uXXXX, or a high surrogate that lacks its other half
 _OPEN_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{0,3}|u[dD][89abAB][0-9A-Fa-f]{2}(\\(u[0-9A-Fa-f]{0,3})?)?)?$")
 
 
 class InputDecoder:
-    """Streams the decoded text of "input". Arguments of another form are passed on as they are."""
+    """Decodes the text of "input" as it streams. Arguments of another form are passed on as they are."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -56,7 +58,7 @@ class InputDecoder:
         return self._decode()
 
     def finish(self) -> str:
-        """Return the rest of the text, if the arguments ended early or have another form."""
+        """Return the rest of the text if the arguments ended early or have another form."""
         if self._done or self._raw:
             return ""
         if not self._inside:
@@ -105,21 +107,25 @@ def _unescape(text: str) -> str:
         return text
 
 
-MAX_JOIN_DEPTH = 8  # of schemas in schemas that are read
-_MAX_DIGITS = 9  # of a place in a list
+MAX_JOIN_DEPTH = 8  # levels of schemas in schemas that are read
+_MAX_DIGITS = 9  # digits of an index into a list
 
 
 def schema_types(schema: Any, root: Any = None) -> set[str]:
     """Return the JSON types that a schema's values may have; empty if it does not name any.
 
-    root: the schema that references point into; default: the schema itself
     "other" is among them if an alternative names none, and "indirect" if a reference or allOf names them.
+
+    root: the schema that references point into; default: the schema itself
     """
     return _types(schema, schema if root is None else root, {}, 0)
 
 
 def _types(schema: Any, root: Any, known: dict[int, set[str]], depth: int) -> set[str]:
-    """known: types by the id of a schema. Each is read once: what many references share, or a loop, would multiply."""
+    """Return the types of a schema. known: types by the id of a schema
+
+    Each schema is read once, because many references to one, or a loop, would multiply the time.
+    """
     if not isinstance(schema, Mapping) or depth > MAX_JOIN_DEPTH:
         return set()
     if id(schema) not in known:
@@ -154,7 +160,7 @@ def _is_never(schema: Any) -> bool:
 
 
 def pointed(root: Any, reference: str) -> Any:
-    """Return what a reference of the form #/a/b (RFC 6901) points to in a schema; None if there is nothing."""
+    """Return the part of a schema that a reference of the form #/a/b (RFC 6901) names; None if it is missing."""
     if not reference.startswith("#"):
         return None
     for part in unquote(reference[1:]).split("/")[1:]:
@@ -169,9 +175,9 @@ def pointed(root: Any, reference: str) -> Any:
 
 
 def as_json(text: str, types: Collection[str] = ()) -> str:
-    """Return a parameter's text as JSON: itself if it is JSON of an allowed type, else a string.
+    """Return a parameter's text as JSON: the text itself if it is JSON of an allowed type, else a string.
 
-    Python's words count as JSON, and where an array or an object is allowed, Python's literals.
+    Python's words count as JSON, and so do Python's literals if an array or an object is allowed.
     """
     value = _value(text.strip(_JSON_SPACE), types)
     if value is _NO_VALUE:
@@ -185,7 +191,7 @@ def as_json(text: str, types: Collection[str] = ()) -> str:
 
 
 def as_object(text: str) -> str:
-    """Return the JSON of a text that may be an object written as Python does; any other text as it is."""
+    """Return the JSON of a text that is an object in Python's notation; any other text as it is."""
     try:
         value = None if _is_json(text) else parse_literal(text)
     except ValueError:
@@ -202,7 +208,7 @@ def _is_json(text: str) -> bool:
 
 
 def is_of(text: str, types: Collection[str]) -> bool:
-    """Return whether a parameter's text is a value of one of `types`, none of which takes any text."""
+    """Return whether a parameter's text is a value of one of `types`. No type of them may accept any text."""
     if not types or not {"string", "other"}.isdisjoint(types):
         return False
     value = _value(text.strip(_JSON_SPACE), types)
@@ -210,7 +216,7 @@ def is_of(text: str, types: Collection[str]) -> bool:
 
 
 def is_value(text: str, types: Collection[str]) -> bool:
-    """Return whether a parameter's text is a value written as JSON, or where `types` allow it, as Python does."""
+    """Return whether a parameter's text is a value in JSON, or in Python's notation if `types` allow that."""
     return _value(text.strip(_JSON_SPACE), types) is not _NO_VALUE
 
 
@@ -251,11 +257,11 @@ _NAME = re.compile(r"[^\s\"'<>{}\[\]()|]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """The tools of a request, as far as parsers need them.
+    """The tools of a request as parsers see them.
 
     parameters: name of a function to the JSON schema of its parameters
     custom: names of custom tools, which the prompt shows as functions with one text parameter "input"
-    on_unoffered: called for each call of a tool that is not here, which becomes text
+    on_unoffered: called for each call of a tool that the request does not offer; the call becomes text
     """
 
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -308,7 +314,7 @@ class ToolSet:
 class ToolParser(ABC):
     """A streaming parser of one family's tool calls. Each output needs its own object.
 
-    is_whole: the model itself ended the output
+    is_whole: whether the model itself ended the output
     """
 
     # texts that the parser must see, even if they are special tokens
@@ -326,13 +332,13 @@ class ToolParser(ABC):
         self._trim = False  # white space that comes next follows a call and is dropped
         self._input: InputDecoder | None = None
         self.has_arguments = False
-        self._marked = False  # a marker of the family was read: what follows does not only look like a call
+        self._marked = False  # a marker of the family was read, so the text after it is meant as a call
         self._run = self._calls()
         self._done = False
 
     @abstractmethod
     def _calls(self) -> Reading[None]:
-        """Read the output, using the methods below; what follows after the end of the generator is content."""
+        """Read the output, using the methods below. Text after the end of the generator is content."""
 
     def heads(self) -> Iterable[str]:
         """Return the beginnings of calls without white space. NAME stands for the name of a tool."""
@@ -393,9 +399,9 @@ class ToolParser(ABC):
     def sections(
         self, begins: Sequence[str], call_begin: str, call: Callable[[], Reading[bool]], ends: Sequence[str]
     ) -> Reading[None]:
-        """Read an output with sections of calls, each call read by `call` after its `call_begin`.
+        """Read an output with sections of calls. `call` reads each call after its `call_begin`.
 
-        After one that was no call, a `call_begin` is looked for outside of sections too.
+        After a section without a call, a `call_begin` is looked for outside of sections too.
         """
         while marker := (yield from self.content_until(*begins, call_begin)):
             if marker != call_begin:
@@ -408,7 +414,7 @@ class ToolParser(ABC):
             yield from self.reader.accept(*ends, drop_partial=True)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Emit the start of a call. An id that the model wrote twice counts once: results name calls by it."""
+        """Emit the start of a call. If the model wrote an id twice, the second call gets another: results name it."""
         self.reader.unmark()
         if not call_id or call_id in self._ids:
             call_id = self.make_id()
@@ -429,7 +435,7 @@ class ToolParser(ABC):
             self._events.append(ToolCallDelta(self.num_calls - 1, whole_characters(text)))
 
     def end_call(self, *, whole: bool = True) -> None:
-        """Emit the end of a call. whole: it did not break off; if it has no arguments, it gets an empty object."""
+        """Emit the end of a call. whole: it did not break off, so without arguments it gets an empty object"""
         if whole and not self.has_arguments:
             self.arguments("{}")
         if self._input is not None and (rest := self._input.finish()):
@@ -459,9 +465,9 @@ class ToolParser(ABC):
         return any(head.replace("NAME", name).startswith(cut) for head in heads for name in names)
 
     def json_arguments(self) -> Reading[bool]:
-        """Stream the arguments of the call that was started; False if they break off. A string holds JSON text.
+        """Stream the arguments of the call that was started. Return False if they break off.
 
-        What the model left open at its own end is closed.
+        A string is read as the JSON text in it. Brackets that the model left open when it ended itself are closed.
         """
         yield from self.reader.space()
         first = yield from self.reader.peek()
@@ -494,14 +500,14 @@ class ToolParser(ABC):
         return self.reader.ended and not self.is_whole
 
     def skip_braces(self) -> Reading[None]:
-        """Take closing braces that the model wrote too many."""
+        """Take superfluous closing braces."""
         while (yield from self.reader.accept("}", " ", "\n", "\t", "\r")):
             pass
 
     def json_call(self) -> Reading[bool]:
         """Read {"name": ..., "arguments": {...}} in any order of keys, also inside {"function": {...}}.
 
-        True if a call was started (and ended, perhaps broken); False if nothing was sent.
+        Returns True if a call was started (and ended, perhaps broken), False if nothing was sent.
         """
         if not (yield from self.reader.accept("{")):
             return False
@@ -529,7 +535,7 @@ class ToolParser(ABC):
         return started
 
     def json_call_list(self) -> Reading[bool]:
-        """Read [call, call, ...] after its opening bracket; True if any call was started."""
+        """Read [call, call, ...] after its opening bracket. Return whether any call was started."""
         started = False
         while True:
             yield from self.reader.space()
@@ -622,8 +628,9 @@ class _JsonCall:
         return True
 
     def _start(self, name: str, arguments: str) -> bool:
-        """Start the call with the JSON of its arguments; False, and no call, if they are neither an object nor the text
-        of one, nor a custom tool's input.
+        """Start the call with the JSON of its arguments. Return whether it was started.
+
+        It is not if they are neither an object nor the text of one, nor a custom tool's input.
         """
         if arguments[:1] == '"':
             arguments = as_object(decode_json_string(arguments) or "")

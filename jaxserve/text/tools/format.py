@@ -13,7 +13,7 @@ from jaxserve.text.tools.base import ToolParser
 
 @dataclass(frozen=True, slots=True)
 class JsonCall:
-    """before, {"name": "f", ARGUMENTS: {...}}, after. arguments: the key ARGUMENTS"""
+    """A call written as before, {"name": "f", ARGUMENTS: {...}}, after. arguments: the key ARGUMENTS"""
 
     arguments: str
     before: str = ""
@@ -22,7 +22,7 @@ class JsonCall:
 
 @dataclass(frozen=True, slots=True)
 class NamedCall:
-    """before, {...}, after. In `before` NAME stands for the tool's name and INDEX for a number."""
+    """A call written as before, {...}, after. In `before` NAME stands for the tool's name, INDEX for a number."""
 
     before: str
     after: str = ""
@@ -30,11 +30,12 @@ class NamedCall:
 
 @dataclass(frozen=True, slots=True)
 class TaggedCall:
-    """head, then (before, value, after) per parameter, then tail. Strings are written without quotes.
+    """A call written as head, then (before, value, after) per parameter, then tail. Strings have no quotes.
 
     In the texts NAME stands for the tool's name, KEY for the parameter's, and TEXT for whether the value is a string.
 
-    ends: what ends a parameter for the parser, besides `after` without its line breaks, if a call's structure follows
+    ends: texts that end a parameter for the parser if a call's structure follows, besides `after` without its line
+      breaks
     closed_by: a regex without anchors; texts in which it matches may be read as more than one value
     """
 
@@ -48,7 +49,7 @@ class TaggedCall:
 
 @dataclass(frozen=True, slots=True)
 class PythonCall:
-    """f(a=1, b="x"), with the parameters in the order of the schema."""
+    """A call written as f(a=1, b="x"), with the parameters in the order of the schema."""
 
 
 Call = JsonCall | NamedCall | TaggedCall | PythonCall
@@ -59,8 +60,7 @@ class CallFormat:
     """How a model writes the calls of one output.
 
     open, separator, close: texts around the calls and between them
-    trigger: the text that begins calls in free text, and with which open or the call begins; "": calls begin the
-    output
+    trigger: the text that begins calls in free text; `open` or the call begins with it; "": calls begin the output
     single: there is one call per output
     """
 
@@ -76,10 +76,10 @@ class CallFormat:
 class ToolFormat:
     """A tool format.
 
-    name, aliases: of `model.tool_parser`; aliases are names in SGLang and vLLM
+    name, aliases: values of `model.tool_parser`; aliases are names in SGLang and vLLM
     signs: texts of which one in a chat template selects the format
     general: whether templates of other formats may contain the signs too; these formats are tried first
-    variants: (text, calls): the calls if the chat template contains the text
+    variants: pairs (text, calls): how calls are written if the chat template contains the text
     """
 
     name: str

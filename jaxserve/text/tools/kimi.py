@@ -18,7 +18,7 @@ _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 # ids as clients and other servers change or make them: signs are replaced or lost
 _CHANGED_ID = re.compile(r"(?:functions?[._:/-]?)?(?P<name>.+?)[._:-]?(?P<number>\d*)", re.IGNORECASE)
 _WITHOUT_NAME = re.compile(r"(?:functions?|call|chatcmpl-tool|toolu|tool)?[._:-]*(?:\d+|[0-9a-f-]{8,})?", re.IGNORECASE)
-_MAX_DIGITS = 9  # of the number of a call
+_MAX_DIGITS = 9  # digits of the number of a call
 _SIGNS = re.compile(r"[^0-9a-z]")
 
 
@@ -52,7 +52,7 @@ class KimiParser(ToolParser):
         return True
 
     def _named(self, call_id: str) -> str | None:
-        """Return the tool that an id names; None if it is none of the request's."""
+        """Return the tool that an id names; None if the request does not offer it."""
         match = _CALL_ID.fullmatch(call_id)
         if match is not None and match["name"] in self.tools:
             return match["name"]
@@ -70,7 +70,7 @@ class KimiParser(ToolParser):
         return f"functions.{name}:{int(number[0]) if number and 0 < len(number[0]) < _MAX_DIGITS else self.num_calls}"
 
     def _unnamed(self) -> Reading[bool]:
-        """Read a call whose id has no name: its arguments' names show the tool."""
+        """Read a call whose id has no name. The names of its arguments show the tool."""
         yield from self.reader.space()
         text = yield from self.reader.json_text()
         try:

@@ -1,4 +1,4 @@
-"""Values written as Python's literals (and JSON's words), which are read and never evaluated."""
+"""Reads values written as Python's literals (and JSON's words). Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_NESTED_VALUES = 64
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """`x=1, y="a"` as a dict; None if it is anything but keyword arguments with literal values."""
+    """Return `x=1, y="a"` as a dict; None for anything but keyword arguments with literal values."""
     try:
         return _Literals(text).keywords()
     except (ValueError, RecursionError, OverflowError):
@@ -91,7 +91,7 @@ class _Literals:
         return found
 
     def value(self, depth: int) -> Any:
-        """Parse one literal. Raises ValueError if the text is none, or nested too deep."""
+        """Parse one literal. Raises ValueError if the text is not one, or is nested too deep."""
         if depth > MAX_NESTED_VALUES:
             raise ValueError("nested too deep")
         self._space()
@@ -119,7 +119,7 @@ class _Literals:
         return value if any(char in ".eE" for char in text) else int(text)
 
     def _strings(self) -> str:
-        """One string or several written side by side."""
+        """Parse one string, or several written side by side."""
         out = ""
         while self.text[self.at : self.at + 1] in ("'", '"'):
             match = _STRING.match(self.text, self.at)

@@ -1,4 +1,4 @@
-"""Llama 3: an answer that is nothing but a JSON object with the name of a known tool, perhaps after <|python_tag|>."""
+"""Llama 3: an answer that is only a JSON object with the name of a known tool, perhaps after <|python_tag|>."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.text.tools.format import CallFormat, JsonCall, ToolFormat
 class LlamaJsonParser(ToolParser):
     """{"name": "f", "parameters": {"x": 1}}; more calls follow after ";" or ",", or in a list.
 
-    An ordinary JSON answer has the same look, so only names of the request's tools count.
+    An ordinary JSON answer looks the same, so only names of the request's tools count.
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)

@@ -20,7 +20,7 @@ class MistralParser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (TAG, ARGS, CALL_ID)
 
     def make_id(self) -> str:
-        """Nine letters and digits: Mistral's templates take no other length."""
+        """Return nine letters and digits, because Mistral's templates accept no other length."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def _calls(self) -> Reading[None]:
@@ -39,7 +39,7 @@ class MistralParser(ToolParser):
         return *self.json_heads(TAG), f"{TAG}NAME{ARGS}", f"{TAG}NAME{CALL_ID}"
 
     def _named(self) -> Reading[bool]:
-        """name{...}, name[ARGS]{...} or name[CALL_ID]id[ARGS]{...}."""
+        """Read name{...}, name[ARGS]{...} or name[CALL_ID]id[ARGS]{...}."""
         name, marker = yield from self.reader.until("{", ARGS, CALL_ID, take=False)
         call_id = None
         if marker == CALL_ID:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from jaxserve.text import tools
 from jaxserve.text.tools.format import CallFormat, NamedCall, ToolFormat
 
-HARMONY = "harmony"  # gpt-oss; text.output.harmony parses its calls together with its other channels
+HARMONY = "harmony"  # gpt-oss; text/output_parser.py parses its calls together with its other channels
 HARMONY_CALLS = CallFormat(
     NamedCall("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"), single=True
 )
@@ -34,7 +34,7 @@ def known_tool_formats() -> dict[str, str]:
 
 
 def tool_format_of_template(template: str) -> str | None:
-    """Return the name of the format that a chat template's text shows, or None."""
+    """Return the name of the format that a chat template's text shows; None if it shows none."""
     if "<|channel|>" in template and "<|start|>" in template:
         return HARMONY
     return next((each.name for each in _BY_SIGN if any(sign in template for sign in each.signs)), None)

@@ -1,11 +1,11 @@
 """Calls whose parameters are plain text between tags: Qwen3-Coder, GLM 4.5 and later, DeepSeek V3.2 and later.
 
-The arguments are made into JSON while they stream: a parameter that the tool's schema declares a string is sent as
-it comes, others when they are complete.
+The arguments are made into JSON while they stream. A parameter that the tool's schema declares a string is sent as it
+comes, any other when it is complete.
 
-A text may contain the tags of its own format. So a tag ends a value only if what follows is a call's structure: the
-next parameter, whose name must be one that the tool may have and that was not given yet, or the end of the call, or of
-the output. A text with all of that in it cannot be told from the end of a value, and the first end counts.
+A text may contain the tags of its own format. So a tag ends a value only if the structure of a call follows: the next
+parameter, whose name must be one that the tool may have and that was not given yet, or the end of the call, or the end
+of the output. A text that contains all of that cannot be told from the end of a value, and the first end counts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NOT_IN_KEYS = ("<", "\n")
 class Parameters(ABC):
     """Reads the parameters of one call of the tool `name`.
 
-    opening: what begins a parameter
-    closing: what ends one
-    call_tags: what ends the call
-    forgotten: what ends one if the model leaves out `closing`
-    on_own_lines: a text has a line break at each end that is not its own
+    opening: tag that begins a parameter
+    closing: tag that ends a parameter
+    call_tags: tags that end the call
+    forgotten: tags that end a parameter if the model leaves out `closing`
+    on_own_lines: a text has a line break at each end that does not belong to it
     """
 
     opening: ClassVar[str]
@@ -46,8 +46,10 @@ class Parameters(ABC):
 
     @abstractmethod
     def key(self) -> Reading[tuple[str, bool | None]]:
-        """Read the rest of an opening tag. Return the parameter's name, "" if it cannot be read, and whether the tag
-        says that the value is a text.
+        """Read the rest of an opening tag.
+
+        Returns the parameter's name, "" if it cannot be read, and whether the tag says that the value is a text; None
+        if it does not say.
         """
 
     @abstractmethod
@@ -78,7 +80,7 @@ class Parameters(ABC):
         return True
 
     def _without(self) -> Reading[bool]:
-        """Send a call without parameters, if that is what the model wrote."""
+        """Send a call without parameters if the model wrote one. Return whether it did."""
         is_call = yield from self.reader.ahead(self.reader.accept(*self.call_tags))
         if not is_call and not (self.parser.ended_itself and not self.parser.tools.required(self.name)):
             yield from self.reader.accept(self.opening, *self.call_tags, drop_partial=True)
@@ -108,7 +110,7 @@ class Parameters(ABC):
         return True
 
     def _parameter(self, key: str, is_text: bool | None) -> Reading[bool]:
-        """Send one parameter, after its opening tag; False if it was cut off. Of two with one name the first counts."""
+        """Send one parameter after its opening tag. Return False if it was cut off. A repeated name is skipped."""
         types = self.parser.tools.types(self.name, key)
         if key in self.given:
             yield from self._value(types)
@@ -130,7 +132,7 @@ class Parameters(ABC):
         return True
 
     def _stream_text(self) -> Reading[bool]:
-        """Send a text as a JSON string while it comes; False if it was cut off."""
+        """Send a text as a JSON string while it comes. Return False if it was cut off."""
         self.parser.arguments('"')
         held = ""
 
@@ -155,8 +157,8 @@ class Parameters(ABC):
     def _value(self, types: set[str]) -> Reading[str | None]:
         """Take the text of a value that may be JSON; None if it was cut off.
 
-        The line break before its end, if it is not its own, is dropped. A tag within a string of an array or object is
-        part of it, if the value turns out to be one.
+        The line break before its end is dropped if it does not belong to the value. A tag within a string of an array
+        or object is part of it, if the value turns out to be one.
         """
         pieces: list[str] = []
         strings = _Strings()
@@ -189,7 +191,7 @@ class Parameters(ABC):
 
 
 class _Strings:
-    """Follows the strings of a value, if it begins like one of JSON or Python that may hold any text."""
+    """Follows the strings of a value if the value begins like one of JSON or Python."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -256,7 +258,7 @@ class QwenParameters(Parameters):
         return (yield from self._wrapper_ends())
 
     def _wrapper_ends(self, *, again: bool = False) -> Reading[bool]:
-        """Return whether </tool_call> comes next, or the end. again: or the next call"""
+        """Return whether </tool_call> or the end comes next. again: the next call counts too"""
         others = ("<tool_call>", "<function=") if again else ()
         return bool((yield from self.reader.accept("</tool_call>", *others, drop_partial=True))) or self.reader.ended
 
@@ -268,7 +270,7 @@ class GlmParameters(Parameters):
     call_tags = forgotten = ("</tool_call>",)
 
     def key(self) -> Reading[tuple[str, bool | None]]:
-        """As in Parameters. The model writes tags twice, and leaves out <arg_value>."""
+        """Read a key, see Parameters. The model may write tags twice and leave out <arg_value>."""
         while (yield from self.reader.accept(self.opening)):
             pass
         key, _ = yield from self.reader.until(*_NOT_IN_KEYS, limit=_MAX_KEY, take=False)
@@ -279,8 +281,9 @@ class GlmParameters(Parameters):
         return (key.strip() if end else ""), None
 
     def _tag(self) -> Reading[str]:
-        """Take one more tag between a name and its value and return it; "" if there is none. At the end of the text a
-        part of <arg_value> counts as all of it.
+        """Take one more tag between a name and its value and return it; "" if there is none.
+
+        At the end of the text a part of <arg_value> counts as all of it.
         """
         yield from self.reader.layout()
         found = yield from self.reader.accept("</arg_key>", "<arg_value>", drop_partial=True)
@@ -337,23 +340,23 @@ def read_attributes(parser: ToolParser) -> Reading[dict[str, str]]:
 
 
 class ToolCallParser(ToolParser):
-    """Calls between <tool_call> and </tool_call>. Whatever family writes them, each of the three forms is read:
+    """Calls between <tool_call> and </tool_call>. All three forms are read, whichever family writes them:
 
     <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
     <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
     <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>
 
-    named_only: a call may be no more than the name of a tool
+    named_only: a call may be only the name of a tool
     """
 
     BEGIN, END = "<tool_call>", "</tool_call>"
     FUNCTION = "<function="
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
-    bare: ClassVar[tuple[str, ...]] = ()  # what begins a call without <tool_call>
+    bare: ClassVar[tuple[str, ...]] = ()  # texts that begin a call without <tool_call>
     named_only: ClassVar[bool] = False
 
     def _calls(self) -> Reading[None]:
-        is_text = True  # an end tag that comes next is not one too many
+        is_text = True  # an end tag that comes next belongs to the text
         while marker := (yield from self.content_until(self.BEGIN, self.END, *self.bare)):
             started = False
             if marker != self.END:
@@ -400,7 +403,7 @@ class ToolCallParser(ToolParser):
         return True
 
     def _keyed(self) -> Reading[bool]:
-        """Read a call that begins with the tool's name. The tags about the first name may be misplaced."""
+        """Read a call that begins with the tool's name. The tags around the first key may be misplaced."""
         ends = ("<arg_key>", self.END, "{", "</arg_key>", "</arg_value>")
         name, end = yield from self.reader.until(*ends, take=False)
         name = name.strip()
@@ -414,7 +417,7 @@ class ToolCallParser(ToolParser):
         return (yield from GlmParameters(self, name).read())
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Return the name of a tool and that of one of its parameters, which are written in one."""
+        """Return the names of a tool and of its parameter, which are written in one."""
         for name in self.tools.names:
             key = text.removeprefix(name).strip()
             if text.startswith(name) and self.tools.declares(name, key):
