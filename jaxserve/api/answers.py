@@ -1,6 +1,7 @@
-"""Models of the answers, for the OpenAPI document and for the tests that validate answers against it.
+"""Describe the answers as models, for the OpenAPI document and for the tests that validate answers against it.
 
-No request uses these models: answers are built as plain dicts, because a model per chunk would cost more than all else.
+No request uses these models. Answers are built as plain dicts, because building a model for each chunk would cost more
+than the rest of the chunk's work.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Counts of completion tokens. The fields of predictions are absent if no drafts were made."""
+    """Counts of completion tokens. The fields of predictions are absent if the engine made no drafts."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int | None = None
@@ -284,7 +285,7 @@ class StoreHealth(Answer):
 
 class EngineHealth(Answer):
     engine: int
-    role: str  # both, or what it does: prefill, decode
+    role: str  # both, prefill or decode
     status: str
     phase: str
     alive: bool

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware and error handlers around one engine."""
+"""Build the HTTP application: routes, middleware and error handlers around one engine."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def create_app(
     no_store: str = "This server was started without a store.",
     group: ProcessGroup | None = None,
 ) -> FastAPI:
-    """Build the application around one engine, which may still be loading. The caller starts and stops engine and
-    store.
+    """Build the application around one engine, which may still be loading.
 
-    Without a store, the routes of files, batches and stored objects answer 503 with the message `no_store`. A worker of
-    `group` answers what needs the engine only, and the rest is forwarded.
+    The caller starts and stops the engine and the store. Without a store, the routes of files, batches and stored
+    objects answer 503 with the message `no_store`. A worker of `group` answers requests that need only the engine, and
+    forwards all others.
     Raises ConfigError if the name of a parser is unknown.
     """
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
@@ -101,14 +101,14 @@ def create_app(
 
 
 def _watch(state: ServerState) -> None:
-    """Export what one process knows of the whole server."""
+    """Export the metrics of the whole server that one process knows."""
     state.metrics.watch_engine(lambda: _read_engine(state.engine))
     if state.config.server.keys:
         state.metrics.watch_keys(lambda: _read_keys(state))
 
 
 async def stop_background(app: FastAPI) -> None:
-    """Stop batches and background responses as they are. The next start of the server goes on with them."""
+    """Stop batches and background responses. The next start of the server continues them."""
     if app.state.server.store is not None:
         await app.state.batches.stop()
         await app.state.responses.background.stop()
@@ -127,8 +127,8 @@ def check_chat_template(app: FastAPI) -> bool:
 async def warm_up(app: FastAPI) -> None:
     """Check the tokenizer against the model's vocabulary, and start the process that compiles grammars.
 
-    Call this once the engine is ready and before requests come, so that none waits for either. Raises ConfigError if a
-    text can give token ids that the model lacks.
+    Call this once the engine is ready and before requests arrive, so that no request waits for either. Raises
+    ConfigError if a text can give token ids that the model lacks.
     """
     state: ServerState = app.state.server
     await asyncio.to_thread(check_vocabulary, state)  # renders the chat template

@@ -1,6 +1,6 @@
-"""Limit what request bodies may cost: bytes per body and in total, and JSON containers and values per body.
+"""Limit the cost of request bodies: bytes of one body and of all bodies, JSON containers and values of one body.
 
-Limits of single fields are in limits.py. docs/reliability.md shows the table below; a test compares the two.
+The limits of single fields are in limits.py. docs/reliability.md shows the table below, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from jaxserve.config import ServerSection
 from jaxserve.errors import PayloadTooLargeError, QueueFullError
 from jaxserve.text.json_cost import JsonLimits, most_structures, over_limit
 
-MIN_BODY_BYTES = 8 * 2**20  # the least that max_body_bytes: auto gives: 2,000 short texts for embeddings
-MAX_BODY_BYTES = 64 * 2**20  # the most that it gives; also the limit of a batch request
+MIN_BODY_BYTES = 8 * 2**20  # the least value of max_body_bytes: auto; 2,000 short texts for embeddings fit
+MAX_BODY_BYTES = 64 * 2**20  # its greatest value, and the limit of a batch request
 BYTES_A_TOKEN = 32  # bytes per token of context: escaped text of any script, with the tools around it
 MIN_SUM_BYTES = 512 * 2**20  # of all bodies in memory
 BODIES_IN_SUM = 8  # as a multiple of the largest body
 LONGEST_CONTEXT = 2**21  # tokens; for a body that is read before the context of its model is known
 
-OBJECTS = 16_384  # to validate one takes 0.8 us in a call that holds the lock; with names they are a third of all
+OBJECTS = 16_384  # validating one takes 0.8 us and holds the GIL; with names they are a third of all
 STRUCTURES = 40_000  # 4,096 messages with a part each, or 1,024 tools with a schema of 38
 VALUES = 192 * 1024  # or the context length plus SPARE_VALUES, if that is more
 SPARE_VALUES = 64 * 1024
 EMBEDDING_VALUES = 320 * 1024  # OpenAI accepts 300,000 tokens per request
 
 LARGE_BYTES = 64 * 1024  # bodies with more are decoded off the event loop
-LARGE_STRUCTURES = 4096  # likewise; to validate so many and to look for unknown fields takes up to 6 ms
+LARGE_STRUCTURES = 4096  # likewise; validating so many and looking for unknown fields takes up to 6 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def max_line_bytes(section: ServerSection) -> int:
 class BodySum:
     """The bytes of all request bodies in memory.
 
-    row, column: where those of this process are counted. whole: returns those of all processes
+    row, column: the place that counts the bytes of this process. whole: returns the bytes of all processes
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class BodySum:
         return self._row[self._column] if self._whole is None else self._whole()
 
     def add(self, size: int) -> None:
-        """Count bytes that have come, or, below zero, have been freed."""
+        """Count `size` bytes that arrived. A negative size counts bytes that were freed."""
         self._row[self._column] += size
 
     def check(self, more: int, limit: int) -> None:
-        """Raises QueueFullError if `more` bytes would exceed the limit."""
+        """Raise QueueFullError if `more` bytes would exceed the limit."""
         if self.held + more > limit:
             raise QueueFullError(f"The bodies of requests in hand are more than {limit} bytes.")

@@ -1,7 +1,7 @@
-"""What the bodies of all generating routes share: base class, sampling fields, unsupported fields.
+"""Declare the fields that the bodies of several routes share: the base classes, constraints and sampling fields.
 
-A field that a body or an object in it does not have is kept in `model_extra`. known_fields.py says which are refused
-and which are harmless to ignore; any other one is logged once (see body.py).
+A field that a body, or an object in it, does not declare is kept in `model_extra`. known_fields.py says whether it is
+refused or harmless to ignore. Any other field is logged once (see http/body.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _Strict(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
-    known: ClassVar[KnownFields] = KnownFields()  # fields that it does not serve
+    known: ClassVar[KnownFields] = KnownFields()  # fields that the object does not serve
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
-        """Return the fields that it does not serve, without those that may be anything."""
+        """Return the fields that the object does not serve, without fields that may have any name."""
         return self.model_extra or {}
 
     @classmethod
@@ -55,7 +55,7 @@ class Body(_Strict):
 
     @property
     def size(self) -> int:
-        """Return the bytes of the JSON text, which bound the work its parts can cause; 0 if there was no text."""
+        """Return the bytes of the JSON text, which bound the work that its parts can cause; 0 without a text."""
         return self._size
 
     def note_size(self, size: int) -> None:

@@ -1,5 +1,7 @@
-"""GET /health, /live and /metrics: answered in every phase without calling the engine. /health_generate does call
-it, and checks that the engine makes tokens, not only that its loop runs.
+"""Answer the probes: GET /health, /live, /metrics and /health_generate.
+
+The first three are answered in every phase without calling the engine. /health_generate calls it and checks that the
+engine makes tokens, not only that its loop runs.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """Return 200 while requests are accepted and an engine's loop runs; else 503 with the phase and its progress.
 
-    `programs` shows how many are compiled. Requests are served, in larger programs, before all are.
-    `engines` shows the state of each replica, if there are several. One that is alive is enough for 200.
+    `programs` shows how many are compiled. Before all are compiled, requests are served in larger programs.
+    `engines` shows the state of each replica, if there are several. One replica that is alive is enough for 200.
 
     `store` shows whether files and batches can be written. Generation does not need it, so it does not change the
     status.

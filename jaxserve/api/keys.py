@@ -1,10 +1,11 @@
-"""API keys: which key sent a request, which objects it may see, what it uses, and its limits.
+"""Find the API key of a request, the objects that it may see, its usage and its limits.
 
-With `server.keys`, every file, batch and session belongs to the key that created it. A key sees only its own; the ids
-of others are unknown to it. Without `server.keys` there is one owner, the default key, which owns everything.
+With `server.keys`, every file, batch and session belongs to the key that created it. A key sees only its own objects,
+and the ids of other objects are unknown to it. Without `server.keys` there is one owner, the default key, which owns
+everything.
 
-The scheduler enforces weights and `max_running` (see scheduler/tenants.py). Here a request that would exceed a limit is
-refused with 429, which names the key's limit and the seconds after which there will be room.
+The scheduler enforces weights and `max_running` (see scheduler/tenants.py). A request that would exceed a limit of its
+key is refused here with a 429, which names the limit and the seconds after which there will be room.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from jaxserve.types.sampling import Tenant
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The key of a request. owner: of the objects it creates; "" is the default key.
+    """The sender of a request.
 
-    is_stored: the request waits in the store, as those of batches do, so limits of the key do not refuse it
+    owner: name of the key that owns the objects which the request creates; "" is the default key
+    is_stored: the request waits in the store, as batch requests do, so limits of the key do not refuse it
     """
 
     owner: str = ""
@@ -40,7 +42,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """The owner whose files and batches the caller sees; None: those of all owners."""
+        """The owner whose files and batches the caller sees; None: all owners."""
         return None if self.admin else self.owner
 
     def engine_name(self, request_id: str) -> str:
@@ -74,7 +76,7 @@ class KeyRing:
         return found
 
     def is_given(self, scope: Scope) -> bool:
-        """Return whether the request has a key, of this server or not."""
+        """Return whether the request has a key, whether this server knows it or not."""
         return any(key.strip() for key in _given(scope))
 
     def _owner(self, key: str) -> Caller | None:
@@ -107,11 +109,11 @@ def caller_of(request: Request) -> Caller:
 
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "refused", "num_live")
-_WEIGHT = 1 / 16  # of the newest request in the moving average of seconds
+_WEIGHT = 1 / 16  # weight of the newest request in the moving average of seconds
 
 
 class KeyLimitError(QueueFullError):
-    """A limit of one API key. retry_after: seconds"""
+    """A request exceeds a limit of its API key. retry_after: seconds"""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -119,7 +121,9 @@ class KeyLimitError(QueueFullError):
 
 
 class TokenBucket:
-    """Tokens that may be used within a minute. They refill evenly; what runs may use more, which is waited for later.
+    """Tokens that may be used within a minute. They refill evenly.
+
+    Requests that run may use more tokens than there are. Later requests wait until the debt is refilled.
 
     clock: returns seconds
     """
@@ -137,7 +141,7 @@ class TokenBucket:
 
     @property
     def seconds_until_some(self) -> float:
-        """Return the seconds until there is a token; 0 if there is one."""
+        """Return the seconds until there is a token; 0 if there is one now."""
         self.take(0)
         return 0.0 if self._left >= 1 else (1 - self._left) * 60 / self._capacity
 
@@ -159,10 +163,10 @@ class KeyPeers(Protocol):
 
 @dataclass
 class KeyUsage:
-    """One key: its tenant for the scheduler, its limits, and its counts since the start, in this process.
+    """One key: its tenant for the scheduler, its limits, and its counts in this process since the start.
 
-    max_live: requests that run or wait; None: no limit
-    peers: its counts in other processes, which the limits and `as_dict` include
+    max_live: most requests that run or wait at once; None: no limit
+    peers: the key's counts in other processes, which the limits and `as_dict` include
     """
 
     tenant: Tenant
@@ -220,7 +224,7 @@ class KeyUsage:
             self.peers.publish(self)
 
     def begin(self, count: int, prompt_tokens: int) -> None:
-        """Count `count` requests with so many prompt tokens in all."""
+        """Count `count` requests that have `prompt_tokens` in all."""
         self.add({"num_live": count, "requests": count, "prompt_tokens": prompt_tokens})
         if self.bucket is not None:
             self.bucket.take(prompt_tokens)
@@ -234,7 +238,7 @@ class KeyUsage:
             self.peers.publish(self)
 
     def end(self, count: int, seconds: float, cached_tokens: int) -> None:
-        """Count the end of `count` requests, which took so long."""
+        """Count the end of `count` requests, which took `seconds`."""
         self.add({"num_live": -count, "cached_tokens": cached_tokens})
         self.seconds_a_request += _WEIGHT * (seconds - self.seconds_a_request)
 
@@ -243,7 +247,7 @@ class KeyUsage:
 
 
 class KeyUsages:
-    """The usage of every key of `server.keys`, and of the default key. Empty without `server.keys`: nothing is counted.
+    """The usage of every key of `server.keys`, and of the default key. Nothing is counted without `server.keys`.
 
     max_num_seqs: requests that the engine runs at once
     """

@@ -1,13 +1,14 @@
-"""What becomes of every known field of a request that the body of its route does not have: one table for all APIs.
+"""Say how every known field of a request is handled that the body of its route does not declare: a table for all APIs.
 
 A field of an API, or of another server's version of it, is one of three things:
 
-- served: a field of the route's body (api/*/protocol.py). One described as "Ignored" has no effect;
-- harmless to ignore: `ignored` here. The request means the same without it, so nothing is said;
-- refused by name: `refused` here. It would change what the request means: a 400 names it, and ours if we have one.
+- served: the route's body declares it (api/*/protocol.py). A field described as "Ignored" has no effect;
+- harmless to ignore: it is in `ignored` here. The request means the same without it, so nothing is said;
+- refused by name: it is in `refused` here, because it would change the meaning of the request. A 400 names it, and
+  names our own field if there is one.
 
-A field of none of them is accepted, has no effect and is logged once. `tests/api/known_fields.txt` lists the fields of
-the SDKs' types and of other servers; `docs/fields.md` shows what becomes of each.
+Any other field is accepted, has no effect and is logged once. `tests/api/known_fields.txt` lists the fields of the
+SDKs' types and of other servers; `docs/fields.md` shows how each is handled.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a field is refused.
+    """The reason why a field is refused.
 
-    neutral: values that change nothing, beside null, false and what is empty: they are accepted
-    objects_only: only an object changes something
+    neutral: values that are accepted because they change nothing, beside null, false and empty values
+    objects_only: the field is refused only if its value is an object
     """
 
     reason: str
@@ -38,19 +39,19 @@ class Refusal:
 
 @dataclass(frozen=True)
 class KnownFields:
-    """The known fields of a body, or of an object in it, that it does not serve."""
+    """The known fields that a body, or an object in it, does not serve."""
 
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
 
     def __or__(self, other: KnownFields) -> KnownFields:
-        """Return both; where they differ, the other one's."""
+        """Return the fields of both. `other` decides if both have a field."""
         refused = {name: each for name, each in self.refused.items() if name not in other.ignored}
         return KnownFields({**refused, **other.refused}, (self.ignored - other.refused.keys()) | other.ignored)
 
 
 def _refused(reasons: Mapping[str, str], neutral: tuple[Any, ...] = ()) -> KnownFields:
-    """Return the fields of each key, which are separated by spaces, with their reason."""
+    """Return the refused fields. reasons: maps the names of fields, separated by spaces, to their reason"""
     return KnownFields({name: Refusal(reason, neutral) for names, reason in reasons.items() for name in names.split()})
 
 

@@ -1,7 +1,7 @@
-"""The limits on the fields of a request: one table for every route, shown in the OpenAPI document.
+"""List the limits on the fields of a request: one table for every route, which the OpenAPI document shows.
 
-Each name is a type with its range. api/generate/task.py and api/generate/planner.py check what depends on the model
-(vocabulary, context).
+Each name is a type with its range. Limits that depend on the model (vocabulary, context) are checked in
+api/generate/task.py and api/generate/planner.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ MAX_CHOICES = 128
 MAX_TOOLS = 1024  # OpenAI accepts 128; agents with several MCP servers send more, and vLLM has no limit
 MAX_LOGPROBS = 20
 MAX_STOPS = 32
-MAX_STOP_CHARS = 4096  # of all stop strings of a request; preparing this many takes 4 ms
+MAX_STOP_CHARS = 4096  # characters of all stop strings of a request; preparing so many takes 4 ms
 MAX_PROMPTS = 2048
-MAX_MESSAGES = 4096  # also limits parts of a message: checking 20,000 would block the event loop for 0.3 s
+MAX_MESSAGES = 4096  # also the limit on parts of a message: checking 20,000 would block the event loop for 0.3 s
 MAX_DOCUMENTS = 1024
 MAX_GRAMMAR_CHOICES = 4096  # texts of guided_choice
 MAX_BAD_WORDS = 128

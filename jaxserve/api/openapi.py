@@ -1,7 +1,7 @@
-"""Build the OpenAPI document, and GET /docs: the document as one static page, which works without a network.
+"""Build the OpenAPI document, and the page of GET /docs that shows it and works without a network.
 
-FastAPI cannot infer the models, since body.py parses bodies and responses are plain dicts. Routes declare both with
-`documented`.
+FastAPI cannot infer the models, because http/body.py parses bodies and responses are plain dicts. Routes declare both
+with `documented`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def documented(
 ) -> dict[str, Any]:
     """Return keyword arguments for a route decorator.
 
-    answer: model of a response of status 200; with `many`, a list of it is possible too
+    answer: model of a response of status 200. With `many` the response may also be a list of it
     events: model of the data of a stream's events
     error: model of the body of a 4xx or 5xx
     """
@@ -60,7 +60,7 @@ def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 def install_openapi(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Build /openapi.json. models: bodies and answers that the routes declare"""
+    """Build /openapi.json. models: the bodies and answers that the routes declare"""
 
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -84,7 +84,7 @@ def _build(app: FastAPI, models: Sequence[type[BaseModel]]) -> dict[str, Any]:
 Json = dict[str, Any]
 Text = Callable[[str], str]
 
-# keywords of JSON Schema, and the names that pydantic writes for a number inside a union
+# the keywords of JSON Schema, and the names that pydantic writes for a number inside a union
 _SIGNS = {
     ("minimum", "ge"): "≥",
     ("exclusiveMinimum", "gt"): ">",

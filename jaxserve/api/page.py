@@ -1,6 +1,6 @@
-"""GET / and /web/FILE: the page for browsers. Static files of this package, with a policy that loads nothing else.
+"""Serve the page for browsers, GET / and /web/FILE: static files of this package and a policy that loads nothing else.
 
-A client that is no browser gets the words that the probes of Ollama's clients look for. The page's addresses are
+A client that is not a browser gets the words that the probes of Ollama's clients look for. The page's addresses are
 relative, so it works behind a path prefix that ends in a slash.
 """
 

@@ -1,7 +1,8 @@
-"""The API processes of one server with `server.workers`: the numbers that they share, and who answers what.
+"""Share counters between the API processes of a server with `server.workers`, so that its limits hold for all of them.
 
-Row 0 of the board is the main process's; the others are the workers'. A limit of the server is compared with the sum of
-the rows. The main process also writes what it alone knows: the engine's queue, and how long a key has to wait.
+Row 0 of the board belongs to the main process and every other row to a worker. A limit of the server is compared with
+the sum of the rows. The main process also writes two facts that only it knows: the engine's queue, and the seconds
+that a key has to wait.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class NeedsMainProcessError(Exception):
 
 
 class SessionsInMainProcess(Sessions):
-    """The sessions as a worker sees them: the main process has them."""
+    """The sessions as a worker sees them: only the main process has them."""
 
     def context(self, *_: Any, **__: Any) -> list[int]:
-        """Raises NeedsMainProcessError."""
+        """Raise NeedsMainProcessError."""
         raise NeedsMainProcessError
 
 
@@ -44,20 +45,22 @@ class Peers(Protocol):
         ...
 
     async def metrics(self) -> list[Families]:
-        """Return the metrics of every process, and what those that have ended had counted."""
+        """Return the metrics of every process, and the last counts of processes that have ended."""
         ...
 
 
 def num_columns(num_keys: int) -> int:
-    """num_keys: of server.keys"""
+    """Return the columns of the board. num_keys: number of server.keys"""
     return _FIXED + (num_keys + 1) * _A_KEY
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """One process of the group. row: its row
+    """One process of the group.
 
-    main_socket: of the main process; empty in it. encryption_key: of all processes
+    row: its row of the board
+    main_socket: path of the main process's socket; empty in the main process
+    encryption_key: one key for all processes
     """
 
     board: SharedCounters
@@ -74,16 +77,16 @@ class ProcessGroup:
         return BodySum(self.board.rows[self.row], _BODIES, lambda: self.board.total(_BODIES))
 
     def count_running(self, count: int) -> None:
-        """Write how many requests of this process have not been answered whole."""
+        """Write how many requests of this process do not have their whole answer yet."""
         self.board.rows[self.row][_RUNNING] = count
 
     @property
     def num_running(self) -> int:
-        """The requests of all processes that have not been answered whole."""
+        """The number of requests, over all processes, that do not have their whole answer yet."""
         return int(self.board.total(_RUNNING))
 
     def engine_load(self) -> Load:
-        """Return the engine's queue as the main process has last written it."""
+        """Return the engine's queue as the main process last wrote it."""
         row = self.board.rows[MAIN]
         return Load(int(row[_LIVE]), int(row[_WAITING]))
 
@@ -94,12 +97,12 @@ class ProcessGroup:
 
 
 class SharedCounts:
-    """The counts of one key over all processes. first: its first column"""
+    """The counts of one key over all processes. first: the key's first column"""
 
     def __init__(self, group: ProcessGroup, first: int) -> None:
         self._group = group
         self._first = first
-        self._seen = 0.0  # tokens of other processes that the key's bucket has given
+        self._seen = 0.0  # tokens of other processes that were taken from the key's bucket
 
     def publish(self, usage: KeyUsage) -> None:
         """Write the counts of this process."""
@@ -114,11 +117,11 @@ class SharedCounts:
 
     @property
     def wait(self) -> float:
-        """Seconds until the key may send requests, as the main process has last written it."""
+        """Return the seconds until the key may send requests, as the main process last wrote them."""
         return self._group.board.rows[MAIN][self._first + _WAIT]
 
     def refill(self, usage: KeyUsage) -> None:
-        """In the main process: take what other processes have used out of the key's bucket, and write its wait."""
+        """Take the tokens that other processes used out of the key's bucket, and write its wait. Main process only."""
         if usage.bucket is not None:
             used = self.others("prompt_tokens") + self.others("completion_tokens")
             usage.bucket.take(int(used - self._seen))
@@ -126,7 +129,7 @@ class SharedCounts:
             self._group.board.rows[MAIN][self._first + _WAIT] = usage.bucket.seconds_until_some
 
     def absorb(self, row: int, usage: KeyUsage) -> None:
-        """In the main process: count what a process had counted that has ended. Its requests in hand are gone."""
+        """Keep the counts of a process that has ended, without its open requests. Main process only."""
         self.refill(usage)
         ended = self._group.board.rows[row]
         counts = {name: int(ended[place]) for place, name in enumerate(COUNTS, self._first)}
@@ -135,7 +138,7 @@ class SharedCounts:
 
 
 class GroupKeeper:
-    """What the main process does for the group."""
+    """Write the facts that only the main process knows, and keep the counts of workers that have ended."""
 
     def __init__(self, group: ProcessGroup, load: Callable[[], Load], usages: Callable[[], list[KeyUsage]]) -> None:
         self._group = group
@@ -143,7 +146,7 @@ class GroupKeeper:
         self._usages = usages
 
     def write(self) -> None:
-        """Write what only the main process knows. Called many times a second."""
+        """Write the engine's queue and the keys' waits. Called many times a second."""
         row, load = self._group.board.rows[MAIN], self._load()
         row[_LIVE], row[_WAITING] = load.num_live, load.waiting_tokens
         for usage in self._usages():

@@ -1,4 +1,4 @@
-"""The bodies and answers of all routes, for the OpenAPI document."""
+"""List the bodies and answers of all routes, for the OpenAPI document."""
 
 from __future__ import annotations
 

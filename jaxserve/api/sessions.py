@@ -1,4 +1,4 @@
-"""SGLang's sessions: a request continues from the tokens of an earlier one without sending them again.
+"""Keep SGLang's sessions: a request continues from the tokens of an earlier one without sending them again.
 
 A session is a tree of turns. A *turn* is one request: its prompt and its output. This process keeps only token ids; the
 prefix cache saves the computation. A session is identified by its id and the API key that opened it, so two keys may
@@ -45,7 +45,7 @@ MAX_SESSION_TOKENS = 2**23  # tokens of all sessions together: 32 MiB
 
 @dataclass(eq=False)
 class SessionTurn:
-    """One request of a session. tokens: its prompt, plus its output so far, until the turn is dropped."""
+    """One request of a session. tokens: its prompt and its output so far; empty once the turn is dropped"""
 
     session: Session
     request_id: str
@@ -73,7 +73,7 @@ class Session:
         return all(turn.finished for turn in self.turns.values())
 
     def previous(self, wanted: SessionParams) -> SessionTurn | None:
-        """Return the turn that a request continues from; None: the session's start. Raises InvalidValueError."""
+        """Return the turn that a request continues; None if it begins the session. Raises InvalidValueError."""
         if self.streaming:
             return self._only(wanted)
         if wanted.rid is None:
@@ -96,9 +96,7 @@ class Session:
         return turns[-1] if turns else None
 
     def after(self, before: SessionTurn | None) -> list[SessionTurn]:
-        """List the turns that continue from `before`, directly or not; None: all. (A turn is younger than its
-        parent.)
-        """
+        """List the turns that continue from `before`, directly or not, in the order of their age; None: all turns."""
         found: dict[SessionTurn, None] = {}
         for turn in self.turns.values():
             if before is None or turn.parent is before or turn.parent in found:
@@ -119,8 +117,9 @@ class Sessions:
         self._num_tokens = 0  # tokens of all turns that are kept
 
     def open(self, body: OpenSessionRequest, owner: str = "") -> str:
-        """Return the new session's id. Raises InvalidValueError if it is in use, QueueFullError if there are too
-        many.
+        """Return the new session's id.
+
+        Raises InvalidValueError if the id is in use, QueueFullError if there are too many sessions.
         """
         self._drop_expired()
         if len(self._sessions) >= MAX_SESSIONS:
@@ -141,9 +140,9 @@ class Sessions:
     def context(
         self, wanted: SessionParams | None, token_ids: list[int], tokenizer: Tokenizer, owner: str = ""
     ) -> list[int]:
-        """Return the whole prompt of a request that sends `token_ids`: these alone without a session.
+        """Return the whole prompt of a request that sends `token_ids`; without a session, `token_ids` alone.
 
-        Raises InvalidValueError.
+        Raises InvalidValueError if the request cannot continue its session.
         """
         if wanted is None:
             return token_ids
@@ -165,7 +164,7 @@ class Sessions:
         """Register a request with the whole prompt `prompt`, and abort the requests that it replaces.
 
         signal: aborts this request
-        Raises InvalidValueError if the id is taken, QueueFullError if the sessions hold too many tokens.
+        Raises InvalidValueError if the id is taken, QueueFullError if all sessions have too many tokens.
         """
         session = self._find(wanted.id, owner)
         before = session.previous(wanted)
@@ -194,10 +193,10 @@ class Sessions:
             self._num_tokens += len(token_ids)
 
     def end(self, turn: SessionTurn, reason: FinishReason | None) -> None:
-        """End the turn's request. reason: finish reason of its output; None: it failed, or the client disconnected.
+        """End the turn's request. reason: finish reason of its output; None: it failed, or the client disconnected
 
-        A turn without output is dropped. A streaming session drops every turn that did not end by itself, so it
-        continues from its last complete one.
+        A turn without output is dropped. A streaming session drops every turn that did not end by itself, so that it
+        continues from its last complete turn.
         """
         turn.finished, turn.session.used = True, time.monotonic()
         if turn.forgotten:

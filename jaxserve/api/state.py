@@ -1,8 +1,8 @@
-"""The state that the routes of one server share. create_app makes it; routes reach it through the request.
+"""Hold the state that the routes of one server share. create_app makes it; routes reach it through the request.
 
-`EngineProtocol` is the whole boundary between api/ and the engine: `AsyncEngine` implements it, and so does the fake of
-the tests. Here are also the grammar compiler that all requests share, and the checks of the model's files at start for
-mistakes that only the first requests would show.
+`EngineProtocol` is the whole boundary between api/ and the engine. `AsyncEngine` implements it, and so does the fake of
+the tests. The parts of the state follow: the grammar compiler, the thread pools, the logged unknown fields and the live
+requests. The last functions check the model's files at the start, for mistakes that only the first requests would show.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ class EngineProtocol(Protocol):
     def stats(self) -> EngineStats: ...
 
     def check_ready(self) -> None:
-        """Raises NotReadyError or EngineDeadError if requests are not accepted."""
+        """Raise NotReadyError or EngineDeadError if requests are not accepted."""
         ...
 
     def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Raises QueueFullError if `n` more sequences of such a prompt do not fit into the queue."""
+        """Raise QueueFullError if `n` more sequences of such a prompt do not fit into the queue."""
         ...
 
     def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of all choices of one prompt. Closing the iterator aborts. Errors are HTTPErrors."""
+        """Yield the outputs of all choices of one prompt. Closing the iterator aborts. Raises an HTTPError."""
         ...
 
     async def waiting(self) -> list[WaitingRequest]:
@@ -102,7 +102,7 @@ class EngineProtocol(Protocol):
         ...
 
     async def call(self, method: str, **args: Any) -> Any:
-        """Make a call that the engine's server knows: flush_cache, waiting, or one of EngineControl.
+        """Make a call that the engine's server knows: flush_cache, waiting, or a call of EngineControl.
 
         Raises an HTTPError.
         """
@@ -121,8 +121,9 @@ class GrammarChecks:
         await (await self._made(engine)).start()
 
     async def check(self, spec: GrammarSpec, param: str, engine: EngineProtocol) -> GrammarSpec:
-        """Return the spec with the text that was checked, for the engine. Raises InvalidSchemaError naming `param` if
-        it cannot be enforced.
+        """Return the spec with the text that was checked, for the engine.
+
+        Raises InvalidSchemaError that names `param` if the grammar cannot be enforced.
         """
         return await (await self._made(engine)).check(spec, param=param)
 
@@ -141,8 +142,8 @@ class GrammarChecks:
 
 MAX_LOGGED_FIELDS = 256  # names come from clients, so their number is limited
 MAX_FILE_PIECES = 256  # uploads and downloads that wait for asyncio's threads; a connection has at most one
-MAX_WAITING_FILE_BYTES = 64 * 2**20  # in them
-MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for each of the two template workers
+MAX_WAITING_FILE_BYTES = 64 * 2**20  # bytes of these pieces
+MAX_RENDERED_BYTES = 64 * 2**20  # bytes of bodies that wait for each of the two template workers
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _SOME_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all their fields
@@ -157,7 +158,7 @@ def body_pool() -> WorkPool:
 
 
 def template_pools() -> SizedPools:
-    """One thread for each template worker, which takes one conversation at a time."""
+    """Return pools with one thread for each template worker, which renders one conversation at a time."""
     limits = {"max_jobs": 4096, "max_size": MAX_RENDERED_BYTES}
     return SizedPools("templates", "conversations", long=LONG_BYTES, threads=1, **limits)
 
@@ -178,9 +179,9 @@ class UnknownFields:
 
 
 class LiveRequests:
-    """The running requests with the ids that clients gave them, which may repeat, and their owners.
+    """The running requests by the ids that clients gave them, which may repeat, and their owners.
 
-    tell: called with their number when it changes
+    tell: called with the number of running requests when it changes
     """
 
     def __init__(self, tell: Callable[[int], None] = lambda count: None) -> None:
@@ -215,7 +216,7 @@ class LiveRequests:
 
 @dataclass
 class ServerState:
-    """Read by every route. The readiness gate ensures that the engine is ready before a cached part is read."""
+    """The state of one server. The readiness gate ensures that the engine is ready before a cached part is read."""
 
     engine: EngineProtocol
     config: Config
@@ -249,11 +250,11 @@ class ServerState:
 
     @property
     def num_running(self) -> int:
-        """The requests of all processes of this server that have not been answered whole."""
+        """The number of requests, over all processes, that do not have their whole answer yet."""
         return len(self.live) if self.group is None else self.group.num_running
 
     def body_limits(self) -> BodyLimits:
-        """Return the limits of bodies; before the model is known, those of a small model."""
+        """Return the limits of bodies; before the model is known, the limits for a small model."""
         try:
             return self._body_limits
         except NotReadyError:
@@ -288,8 +289,10 @@ class ServerState:
 
     @property
     def chat_template(self) -> Renderer | None:
-        """The operator's template or the model's; None if there is neither. On the event loop only after
-        `load_template`."""
+        """The operator's template or the model's; None if there is neither.
+
+        Read it on the event loop only after `load_template`.
+        """
         with self._template_lock:
             return self._chat_template
 
@@ -298,16 +301,16 @@ class ServerState:
         return Renderer.load(self.engine.tokenizer, self.config.model.chat_template)
 
     async def load_template(self) -> None:
-        """Load the chat template if it is not loaded. Runs in a thread, because it can take as long as a process takes
-        to start.
-        """
+        """Load the chat template if it is not loaded, in a thread, because this may start a process."""
         if "takes_late_system" not in self.__dict__:
             await self.template_work.run(lambda: self.takes_late_system, 0)
 
     @cached_property
     def takes_late_system(self) -> bool:
-        """Whether the chat template shows a system message that follows a user's, and so does the one for requests
-        with tools, if there is one. On the event loop only after `load_template`."""
+        """Whether the chat templates, with and without tools, show a system message that follows a user's.
+
+        Read it on the event loop only after `load_template`.
+        """
         template = self.chat_template
         if template is None:
             return False
@@ -343,7 +346,7 @@ class ServerState:
         return name
 
     def check_messages(self, name: str | None) -> str:
-        """As `check_generates`, for a route of Messages: a name of Anthropic's models is the one that is served.
+        """As `check_generates`, for a route of Messages, where the name of an Anthropic model means the served model.
 
         Agents ask for claude-haiku and others for their small tasks, whichever model they were given.
         """
@@ -355,7 +358,7 @@ class ServerState:
         return self.check_generates(name)
 
     def check_generates(self, name: str | None) -> str:
-        """As `check_model`, for a route that generates text. Raises InvalidValueError if the model makes none."""
+        """As `check_model`, for a route that generates text. Raises InvalidValueError if the model generates none."""
         name = self.check_model(name)
         match self.engine.info.task:
             case "embed":

@@ -1,4 +1,4 @@
-"""Limit the memory of streams whose clients do not read, and end those over the limit.
+"""Limit the memory of streams whose clients do not read.
 
 A stream blocks once its connection buffers 64 KiB. The engine continues, and its outputs are kept until the client
 reads. At the limit the stream ends with an error, and its requests end in the engine.
@@ -40,7 +40,7 @@ class Stream(Protocol):
 
 
 class UnreadStreams:
-    """The active streams of one server. max_bytes: limit on one stream whose client does not read."""
+    """The active streams of one server. max_bytes: limit on one stream whose client does not read"""
 
     def __init__(self, max_bytes: int, count: Callable[[SlowReaderError], None]) -> None:
         self._max_bytes = max_bytes
@@ -57,7 +57,7 @@ class UnreadStreams:
         self._streams.discard(stream)
 
     def held(self) -> dict[Stream, int]:
-        """List the bytes of outputs that wait for each client that does not read."""
+        """Return the bytes of outputs that wait for each client that does not read."""
         return {stream: stream.held_bytes() for stream in self._streams if stream.paused}
 
     def _check(self) -> None:

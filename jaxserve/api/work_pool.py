@@ -1,8 +1,8 @@
-"""Threads for texts: they tokenize long ones outside the event loop and refuse too long ones early.
+"""Tokenize long texts in threads, outside the event loop, and refuse texts early that are too long.
 
-A pool has a limit on what waits for it. It is separate from asyncio's own, which files, batches and the store use, so
-that long texts do not delay those. Encoding takes 0.7 us and 95 bytes of memory per byte of text. A text far over the
-limit is therefore encoded in pieces, and encoding stops once the count exceeds the limit.
+A pool limits the work that waits for it. It is separate from asyncio's own pool, so that long texts do not delay files,
+batches and the store. Encoding takes 0.7 us and 95 bytes of memory per byte of text. A text far over the limit is
+therefore encoded in pieces, and encoding stops once the count exceeds the limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Waiting:
         self._lock = threading.Lock()  # a job leaves in the thread that ran it
 
     def enter(self, size: int) -> None:
-        """Count a job. Raises QueueFullError if it exceeds a limit. A single job is accepted whatever its size."""
+        """Count a job. A single job is accepted whatever its size. Raises QueueFullError if it exceeds a limit."""
         with self._lock:
             if self.jobs and (self.jobs >= self._max_jobs or self.size + size > self._max_size):
                 raise QueueFullError(f"Too many {self._what} wait for a thread.")
@@ -87,9 +87,9 @@ class WorkPool:
 
 
 class SizedPools:
-    """Two pools for one kind of work: what is larger than `long` has a thread of its own and delays nothing smaller.
+    """Two pools for one kind of work. Work larger than `long` has a thread of its own, so it delays no smaller work.
 
-    threads: of the pool for smaller work. max_jobs, max_size: of each pool.
+    threads: threads of the pool for smaller work. max_jobs, max_size: limits of each pool
     """
 
     def __init__(self, name: str, what: str, *, long: int, threads: int, max_jobs: int, max_size: int) -> None:
@@ -98,7 +98,7 @@ class SizedPools:
         self._long = long
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """Raises QueueFullError where too much waits."""
+        """Run `work` in a thread and return its result. Raises QueueFullError if too much waits."""
         return await (self.long if size > self._long else self.short).run(work, size)
 
     def stop(self) -> None:
@@ -108,7 +108,7 @@ class SizedPools:
 
 INLINE_CHARS = 4096  # longer texts are encoded in a thread; the library releases the GIL
 LONG_CHARS = 256 * 1024  # longer ones have a thread of their own: they delay no shorter one
-MAX_WAITING_CHARS = 64 * 2**20  # in each of the two pools
+MAX_WAITING_CHARS = 64 * 2**20  # characters that wait for each of the two pools
 MAX_WAITING_TEXTS = 4096
 
 MIN_WHOLE_CHARS = 2**20  # a text encoded whole whatever its length, for /tokenize or truncation: 0.7 s
@@ -120,7 +120,7 @@ CUT_TOKENS = 64  # tokens that cutting a text in two may add
 
 
 class TextWork(SizedPools):
-    """Threads for the texts of one server's requests."""
+    """The threads that tokenize the texts of one server."""
 
     def __init__(self) -> None:
         threads = max(2, min(8, os.cpu_count() or 1))
@@ -163,14 +163,14 @@ class TextEncoder:
         return await self.run(work, len(text))
 
     async def run(self, work: Callable[[], T], chars: int) -> T:
-        """Run work on a text of so many characters: outside the event loop if it is long."""
+        """Run work on a text of `chars` characters, outside the event loop if it is long."""
         if chars > INLINE_CHARS:
             return await self._work.run(work, chars)
         await asyncio.sleep(0)
         return work()
 
     def check_whole(self, text: str, param: str) -> None:
-        """Raises InvalidValueError if a text is too long to be tokenized whole."""
+        """Raise InvalidValueError if a text is too long to be tokenized whole."""
         if len(text) > self.max_whole_chars:
             message = (
                 f"{param} has {len(text)} characters; a text that is tokenized whole may have {self.max_whole_chars}."

@@ -1,4 +1,4 @@
-"""Write the answer of /v1/messages: content blocks, streamed as named events or whole."""
+"""Write the answer of /v1/messages: content blocks, streamed as named events or as one object."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Json = dict[str, Any]
 
 
 class BlockWriter:
-    """Turn the events of a turn into Anthropic's block events. One block is open at a time."""
+    """Turn the events of a choice into Anthropic's block events. One block is open at a time."""
 
     def __init__(self, *, hides_thinking: bool) -> None:
         self._hides_thinking = hides_thinking
         self._index = -1
         self._open = ""  # type of the open block
-        self._arguments: list[str] = []  # of the open call
+        self._arguments: list[str] = []  # arguments of the open call
         self.last_call_is_cut = False
         self._thinking = hashlib.sha256()
 
@@ -62,7 +62,7 @@ class BlockWriter:
         yield from self.close()
 
     def close(self) -> Iterator[Json]:
-        """Close the open block, if there is one; sign a thinking block."""
+        """Close the open block, if there is one. A thinking block gets a signature."""
         if not self._open:
             return
         if self._open == "thinking":
@@ -92,7 +92,7 @@ def tool_id(call_id: str) -> str:
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's input, which must be an object. Other text is wrapped as Anthropic's documentation wraps it."""
+    """Return a call's input, which must be an object. Other text is wrapped as in Anthropic's documentation."""
     return orjson.Fragment(arguments) if is_object(arguments) else {"INVALID_JSON": arguments}
 
 
@@ -117,7 +117,8 @@ class JoinedBlocks:
         for name, parts in self._texts.items():
             text: Any = "".join(parts)
             if name == "partial_json":
-                name, text = "input", _input(text)
+                name = "input"
+                text = _input(text)
             block[name] = text
         self._texts = {}
 
@@ -131,7 +132,7 @@ Keep = Callable[[str, list[Json]], Awaitable[None]]
 class MessagesAnswer:
     """The answer to one conversation.
 
-    keep: called with the id and the content of the whole answer before the client is told of its end
+    keep: called with the id and the content of the whole answer before its end is sent to the client
     """
 
     def __init__(self, plan: ChatPlan, options: MessageOptions, model: str, keep: Keep | None = None) -> None:
@@ -141,7 +142,7 @@ class MessagesAnswer:
         self._model = model
         self._parser = plan.make_parser()
         self._blocks = BlockWriter(hides_thinking=options.hides_thinking)
-        self._cached: int | None = None  # tokens of the prompt; the first output tells
+        self._cached: int | None = None  # cached tokens of the prompt; the first output brings their number
         self.held_bytes = plan.generation.held_bytes
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -206,10 +207,11 @@ class MessagesAnswer:
     def _usage(self) -> Json:
         """Count the prompt in three parts: read from the prefix cache, written to it as full pages, the rest.
 
-        The rest is the whole prompt until the first output tells what was read, and never 0: Claude Code keeps the
+        The rest is the whole prompt until the first output says how much was read. It is never 0: Claude Code keeps the
         number of message_start if message_delta has a 0, and would count a part twice.
         """
-        usage, page = self._plan.generation.usage, self._plan.generation.state.engine.info.page_size
+        usage = self._plan.generation.usage
+        page = self._plan.generation.state.engine.info.page_size
         read = written = 0
         if self._cached is not None:
             read = max(self._cached, usage.cached_tokens)
@@ -229,7 +231,7 @@ class MessagesAnswer:
             limited = self._plan.prompt.params.max_tokens or 0
             word = "max_tokens" if self._options.max_tokens <= limited else "model_context_window_exceeded"
             return {"stop_reason": word, "stop_sequence": None}
-        if reason is FinishReason.ABORT:  # the turn is not complete, and calls in it may be cut
+        if reason is FinishReason.ABORT:  # the answer is not complete, and calls in it may be cut
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if self._parser.num_calls and not (isinstance(matched, str) and self._blocks.last_call_is_cut):
             return {"stop_reason": "tool_use", "stop_sequence": None}

@@ -1,7 +1,7 @@
-"""The bodies of Anthropic's POST /v1/messages and /v1/messages/count_tokens.
+"""Declare the bodies of Anthropic's POST /v1/messages and /v1/messages/count_tokens.
 
-Agents add fields with every release, so a field or block of a feature that this server lacks is ignored and logged
-once. If the request requires the feature, it gets an error that names the field (api/anthropic/task.py).
+Agents add fields with every release. A field or block of a feature that this server lacks is therefore ignored and
+logged once. If the request requires the feature, it gets an error that names the field (task.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Source(NestedObject):
 
 
 class MessageTool(NestedObject):
-    """A tool of the client. Tools that Anthropic hosts have another `type`; they are not offered."""
+    """A tool of the client. Tools that Anthropic hosts have another `type` and are not offered."""
 
     name: ToolName | None = Field(None, description="Required of a tool of the client.")
     type: str | None = None
@@ -45,17 +45,17 @@ class MessageTool(NestedObject):
 
     @property
     def is_own(self) -> bool:
-        """Whether the client runs it. The others Anthropic runs, and they are not offered."""
+        """Whether the client runs the tool. Anthropic runs the other tools, which are not offered."""
         return self.type in (None, "custom")
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
-        """None: hosted tools have fields of their own."""
+        """Return no field: hosted tools have fields of their own."""
         return {}
 
 
 class ChangedTool(NestedObject):
-    """The tool that a message brings or takes away: `name` is an earlier one's, `definition` a new tool."""
+    """A tool that a message adds or removes. `name` names an earlier tool; `definition` is a new tool."""
 
     type: str
     name: str | None = None
@@ -63,17 +63,17 @@ class ChangedTool(NestedObject):
 
     @property
     def is_own(self) -> bool:
-        """Whether the client runs it."""
+        """Whether the client runs the tool."""
         return self.name is not None if self.definition is None else self.definition.is_own
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
-        """None: hosted tools have fields of their own."""
+        """Return no field: hosted tools have fields of their own."""
         return {}
 
 
 class Block(NestedObject):
-    """A part of a message; `type` decides which fields are read."""
+    """A part of a message. `type` decides which fields are read."""
 
     type: str
     text: str | None = None
@@ -92,7 +92,7 @@ class Block(NestedObject):
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
-        """None: blocks carry marks such as cache_control and citations, which have no effect."""
+        """Return no field: blocks carry marks such as cache_control and citations, which have no effect."""
         return {}
 
 

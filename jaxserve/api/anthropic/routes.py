@@ -1,4 +1,4 @@
-"""Anthropic's POST /v1/messages and POST /v1/messages/count_tokens."""
+"""Serve Anthropic's POST /v1/messages and POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _COUNT = documented(TokenCount, body=CountTokensRequest, error=AnthropicError)
 @router.post("/v1/messages", **_MESSAGES)
 async def create_message(request: Request) -> Response:
     """Answer a conversation in Anthropic's form."""
-    state, caller = server_state(request), caller_of(request)
+    state = server_state(request)
+    caller = caller_of(request)
     body = await read_body(request, MessagesRequest)
     with ExitStack() as stack:
         history = await read_history(body, state, caller)

@@ -1,6 +1,6 @@
 """Read a task from the body of Anthropic's /v1/messages.
 
-Anthropic's messages are lists of blocks; they become the messages that chat templates read.
+Anthropic's messages are lists of blocks. They become the messages that chat templates read.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _NEEDED = {
 
 
 def system_text(system: str | Sequence[Block] | None) -> str:
-    """Return the system prompt without the header that differs in every conversation."""
+    """Return the system prompt without the header of Claude Code that differs in every conversation."""
     if system is None:
         return ""
     texts = [system] if isinstance(system, str) else [block.text or "" for block in system if block.type == "text"]
@@ -80,9 +80,9 @@ def system_text(system: str | Sequence[Block] | None) -> str:
 def check_blocks(
     system: str | Sequence[Block] | None, messages: Sequence[InputMessage], note: Callable[[str], None]
 ) -> None:
-    """Check what the types cannot express. Raises a RequestError that names the block.
+    """Check rules that the types cannot express. Raises a RequestError that names the block.
 
-    note: called with the name of a kind of block that is dropped
+    note: called with the kind of each block that is dropped
     """
     for block in system if isinstance(system, list) else ():
         if block.type != "text":
@@ -225,12 +225,12 @@ def _text(blocks: Sequence[Block]) -> str:
 
 
 def _text_of(block: Block) -> str:
-    """Return the text of a block that a model which reads only text can be shown; "" for other blocks."""
+    """Return the text of a block for a model that reads only text; "" for a block without text."""
     if block.type == "text":
         return block.text or ""
     if block.type == "image":
         return NO_IMAGE
-    if block.type == "tool_result":  # inside another one
+    if block.type == "tool_result":  # inside another tool_result
         return block.content if isinstance(block.content, str) else _text(block.content or ())
     if block.type == "search_result":
         return "\n".join(filter(None, [block.title, _text(block.content if isinstance(block.content, list) else ())]))
@@ -252,9 +252,10 @@ MESSAGES_ROUTE = "/v1/messages"
 
 @dataclass(frozen=True, kw_only=True)
 class MessageOptions:
-    """What the answer shows.
+    """The options of the answer.
 
-    max_tokens: as requested, to tell its end from the context's. hides_thinking: thinking blocks have no text
+    max_tokens: the limit of the request, so that its end can be told from the end of the context
+    hides_thinking: whether thinking blocks have no text
     """
 
     max_tokens: int
@@ -263,7 +264,7 @@ class MessageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MessagesTask:
-    """All that a body of /v1/messages asks for."""
+    """The conversation to answer, the name and queueing of the request, and the options of the answer."""
 
     prompt: ChatPrompt
     request: RequestOptions
@@ -331,7 +332,7 @@ def conversation(body: CountTokensRequest, state: ServerState) -> tuple[ChatMess
 
 
 def _prefill(body: CountTokensRequest) -> str:
-    """Return the text of a final assistant message, which the output continues; "" if there is none."""
+    """Return the text of the last message if it is the assistant's, which the output continues; else ""."""
     run = itertools.takewhile(lambda message: message.role == "assistant", reversed(body.messages))
     found = template_messages("", list(run)[::-1], system_in_middle=True)
     return found[-1]["content"] if found and "tool_calls" not in found[-1] else ""

@@ -1,5 +1,6 @@
-"""Threads of Messages: a request that continues one brings the new messages only, and is answered as if it had brought
-the whole conversation.
+"""Keep threads of Messages. A request that continues a thread brings only the new messages.
+
+It is answered as if it had brought the whole conversation.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _MESSAGES = TypeAdapter(list[InputMessage])
 
 
 class ThreadHead(NestedObject):
-    """The fields that belong to a thread from its first request on. Later requests leave them out."""
+    """The fields of a thread's first request that hold for the whole thread. Later requests leave them out."""
 
     system: str | Blocks | None = None
     tools: list[MessageTool] | None = None
 
 
 def thread_store(body: CountTokensRequest, state: ServerState) -> ThreadStore | None:
-    """Return where threads are kept, if the body has one.
+    """Return the store of threads if the body has a thread; else None.
 
     Raises NeedsMainProcessError in a worker, because the main process has the store. Raises ThreadsUnsupportedError
     without a store.
@@ -58,13 +59,14 @@ def thread_store(body: CountTokensRequest, state: ServerState) -> ThreadStore | 
 
 
 async def read_history(body: CountTokensRequest, state: ServerState, caller: Caller) -> ThreadHistory | None:
-    """Return what comes before the body's messages; None unless it continues a thread. Raises a ThreadError."""
-    store, previous_id = thread_store(body, state), _continued(body)
+    """Return the messages before the body's own; None unless it continues a thread. Raises a ThreadError."""
+    store = thread_store(body, state)
+    previous_id = _continued(body)
     return None if store is None or previous_id is None else await store.history(previous_id, owner=caller.sees)
 
 
 def _continued(body: CountTokensRequest) -> str | None:
-    """Return the id of the reply that the body continues, if it does."""
+    """Return the id of the reply that the body continues; None if it continues none."""
     return body.thread.previous_message_id if isinstance(body.thread, EarlierThread) else None
 
 
@@ -72,9 +74,9 @@ async def whole_conversation(body: B, history: ThreadHistory | None, state: Serv
     """Return the body with its thread's fields and messages. Raises a RequestError that names the body's own field."""
     if history is None:
         return body
-    check_blocks(None, body.messages, lambda kind: None)  # the places in an error are the client's
+    check_blocks(None, body.messages, lambda kind: None)  # so that errors count only the client's own messages
 
-    def work() -> B:
+    def joined() -> B:
         head = ThreadHead.model_validate_json(history.head)
         if differing := _differing(body, head):
             message = f"thread: differing field(s): {', '.join(differing)}. The thread has them: leave them out."
@@ -88,11 +90,11 @@ async def whole_conversation(body: B, history: ThreadHistory | None, state: Serv
         return whole
 
     size = history.size
-    return await state.body_work.run(work, size) if size > LARGE_BYTES else work()
+    return await state.body_work.run(joined, size) if size > LARGE_BYTES else joined()
 
 
 def _differing(body: CountTokensRequest, head: ThreadHead) -> list[str]:
-    """List the fields of a body that say other things than its thread. Those that it leaves out do not differ."""
+    """Return the names of the body's fields that differ from its thread. A field that it leaves out does not differ."""
     system = system_text(body.system)  # Claude Code still sends its header, which changes
     has_other_system = bool(system) and system != system_text(head.system)
     has_other_tools = body.tools is not None and _known(body.tools) != _known(head.tools or [])
@@ -106,9 +108,9 @@ def _known(tools: list[MessageTool]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class KeptTurn:
-    """One request of a thread, to be stored once it is answered.
+    """One request of a thread, which is stored once it is answered.
 
-    body: as the client sent it. release: lets another request continue the same reply
+    body: the body as the client sent it. release: lets another request continue the same reply
     """
 
     state: ServerState
@@ -120,24 +122,26 @@ class KeptTurn:
     @classmethod
     def of(cls, body: MessagesRequest, state: ServerState, caller: Caller) -> Self | None:
         """Claim the reply that the body continues; None if it has no thread. Raises ThreadError if it is claimed."""
-        store, previous_id = thread_store(body, state), _continued(body)
+        store = thread_store(body, state)
+        previous_id = _continued(body)
         if store is None:
             return None
         release = (lambda: None) if previous_id is None else store.claim(previous_id)
         return cls(state, store, body, caller.owner, release)
 
     async def keep(self, reply_id: str, content: list[dict[str, Any]]) -> None:
-        """Store the turn, durably, and release it.
+        """Store the turn durably and release it.
 
-        If the store refuses it, the answer is sent all the same: its client is told that the thread is unknown as soon
-        as it continues it, and sends the whole conversation.
+        If the store refuses it, the answer is sent all the same. When the client continues the thread, an error says
+        that it is unknown, and the client sends the whole conversation.
         """
 
         def turn() -> bytes:
             sent = [message.model_dump_json(exclude_unset=True).encode() for message in self.body.messages]
             return b"[%b]" % b",".join([*sent, orjson.dumps({"role": "assistant", "content": content})])
 
-        size, previous_id = self.body.size, _continued(self.body)
+        size = self.body.size
+        previous_id = _continued(self.body)
         try:
             body = await self.state.body_work.run(turn, size) if size > LARGE_BYTES else turn()
             if previous_id is not None:

@@ -34,13 +34,14 @@ class FailureLog:
         if isinstance(error, HTTPError):
             reason = error.message
         else:
-            reason, self._bug = f"unexpected {type(error).__name__}", self._bug or error
+            reason = f"unexpected {type(error).__name__}"
+            self._bug = self._bug or error
         self._counts[reason[:MAX_LOGGED_CHARS]] += 1
         if self._clock() >= self._next:
             self.flush()
 
     def flush(self) -> None:
-        """Log what was counted since the last entry, if anything."""
+        """Log the failures since the last entry, if there are any."""
         if not self._counts:
             return
         reasons = "; ".join(f"{count} x {reason}" for reason, count in self._counts.most_common(MAX_REASONS))
@@ -48,4 +49,5 @@ class FailureLog:
         total = self._counts.total()
         logger.log(level, "batch %s: %d attempts failed: %s", self._batch_id, total, reasons, exc_info=self._bug)
         self._counts.clear()
-        self._bug, self._next = None, self._clock() + LOG_INTERVAL
+        self._bug = None
+        self._next = self._clock() + LOG_INTERVAL

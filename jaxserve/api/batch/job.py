@@ -1,18 +1,13 @@
-"""Run one batch from the state it has in the store to a terminal state.
+"""Run one batch from its state in the store to a terminal state.
 
-Each iteration of the loop reads the state from the store and acts on it. Nothing is kept between iterations. A batch
-therefore continues after a crash, a full disk or a lost race exactly as a new one starts.
+Each iteration of `BatchJob.run` reads the state from the store and acts on it. Nothing is kept between iterations. A
+batch therefore continues after a crash, a full disk or a lost race exactly as a new batch starts.
 
-Delay work while the store refuses writes: longer after each attempt, and visible to the client of a batch.
-
-Save results in groups: all results that arrive while one commit runs share the next commit.
-
-Limit how many batch requests and background responses are in flight at once, over all batches.
-
-Either is in flight from its start until its result is durable. The window therefore also limits the work that a crash
-can lose, and the memory that results take while the disk is full.
-
-Run the requests of one batch: read from the input file, limited by the window, committed as they finish.
+The parts come first. `StoragePause` delays work while the store refuses writes. `ResultWriter` saves results in groups:
+all results that arrive during one commit share the next commit. `RequestWindow` limits the batch requests and
+background responses in flight, over all batches. A request is in flight from its start until its result is durable.
+The window therefore also limits the work that a crash can lose, and the memory of results while the disk is full.
+`Execution` reads the requests of one batch from its file, runs each once the window has room, and commits its result.
 """
 
 from __future__ import annotations
@@ -41,11 +36,11 @@ MAX_FACTOR = 16  # the longest delay, as a multiple of the first
 
 
 class StoragePause:
-    """The current delay of one batch or response, if it is delayed.
+    """The delay of one batch or response while the store refuses its writes. The client of a batch sees it.
 
-    name: for the log
-    first_delay: seconds until the second attempt. The delay doubles up to MAX_FACTOR times that, less a random part
-    of up to one half, so that those of a server do not all retry at once.
+    name: name of the batch or response in the log
+    first_delay: seconds until the second attempt. The delay doubles up to MAX_FACTOR times that, less a random part of
+      up to one half, so that the batches of a server do not all retry at once
     """
 
     def __init__(self, name: str, first_delay: float) -> None:
@@ -56,7 +51,7 @@ class StoragePause:
 
     @property
     def error(self) -> BatchError | None:
-        """The error that the Batch object shows to clients meanwhile."""
+        """The error that the Batch object shows during the delay; None if there is no delay."""
         if self._reason is None:
             return None
         return BatchError("waiting_for_storage", f"{self._reason} The batch goes on once it can be written.")
@@ -74,7 +69,8 @@ class StoragePause:
         """Reset the delay: the store accepted a write."""
         if self._reason is not None:
             logger.info("%s goes on", self._name)
-        self._factor, self._reason = 1, None
+        self._factor = 1
+        self._reason = None
 
 
 Waiting = list[tuple[LineResult, asyncio.Future[None]]]
@@ -94,7 +90,7 @@ class ResultWriter:
     async def commit(self, result: LineResult) -> None:
         """Return once the result is durable. If the caller stops waiting, the result is still saved.
 
-        Raises what `save` raises, except StorageError, which is retried.
+        Raises the errors of `save`, except StorageError, which is retried.
         """
         if self._closed:
             raise RuntimeError("a batch request finished after its batch had been stopped")
@@ -125,7 +121,7 @@ class ResultWriter:
                 await self._pause.wait(error)
 
     async def close(self, timeout: float | None) -> None:
-        """Accept no more results and wait until those accepted are durable, or dropped after `timeout` seconds.
+        """Accept no more results. Wait until the accepted ones are durable, or drop them after `timeout` seconds.
 
         Raises the error with which `save` failed, if it did.
         """
@@ -145,7 +141,7 @@ LIMIT_POLL = 0.02  # seconds after which the limit is read again, because online
 class RequestWindow:
     """Admit batch requests in first-in first-out order, so that batches alternate.
 
-    limit: returns how many may be in flight now, given how many are; called repeatedly
+    limit: called repeatedly with the number in flight; returns the number that may be in flight now
     """
 
     def __init__(self, limit: Callable[[int], int], max_bytes: int = MAX_INPUT_BYTES) -> None:
@@ -181,8 +177,7 @@ def spare_slots(rows: int, num_online: int) -> int:
     """Return how many batch requests fill the engine beside the online requests, less one eighth of its rows.
 
     The eighth stays free for the next online requests, so that each starts at once while batch requests finish.
-
-    rows: the engine's rows that are in use; num_online: online requests now
+    rows: rows of the engine that are in use. num_online: online requests now
     """
     return rows - max(1, rows // 8) - num_online
 
@@ -243,9 +238,9 @@ class Execution:
         await self._writer.commit(result)
 
 
-RUNNING_REQUESTS_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
+RUNNING_REQUESTS_SECONDS = 5.0  # seconds in which cancelled requests must end; the rest is abandoned
 
-# why a request never ran, by the state of the batch: code and message
+# the code and the message of a request that never ran, by the state of its batch
 NOT_RUN = {
     BatchStatus.EXPIRED: (
         "batch_expired",
@@ -293,8 +288,8 @@ class BatchJob:
         self._running = running
         self._settings = settings
         self._stop = asyncio.Event()
-        self.total = 0  # requests; 0 until they begin to run
-        self.finished = 0  # of them, durably
+        self.total = 0  # requests of the batch; 0 until they begin to run
+        self.finished = 0  # requests whose results are durable
         self.pause = StoragePause(f"batch {batch_id}", settings.retry_delay)
         self._stages = {
             BatchStatus.VALIDATING: self._validate,
@@ -321,7 +316,7 @@ class BatchJob:
 
     async def _validate(self, batch: BatchRecord) -> None:
         settings = self._settings
-        if not settings.ready():  # the served model names are unknown before
+        if not settings.ready():  # the served model names are not known yet
             return await asyncio.sleep(min(settings.tick, READY_POLL))
         validator = Validator(batch.endpoint, settings.known_model, settings.max_line_bytes, settings.max_lines)
         try:
@@ -354,7 +349,8 @@ class BatchJob:
         """Run the remaining batch requests; return whether all have finished. Finished results are durable."""
         settings = self._settings
         left = Input(self._store.input_path(batch), ANY_LENGTH, await self._store.finished_lines(batch.id))
-        self.total, self.finished = batch.total, len(left.finished)
+        self.total = batch.total
+        self.finished = len(left.finished)
         writer = ResultWriter(self._save, self.pause)
         failures = FailureLog(batch.id)
         handler = self._handlers[batch.endpoint]

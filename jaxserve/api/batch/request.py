@@ -1,12 +1,11 @@
 """Run one batch request and build its line of the output or error file.
 
-A full queue or an engine that is not ready is waited for as long as the batch lives. Other server errors are retried a
-few times. Any other error fails this request alone.
+While the queue is full or the engine is not ready, the request waits as long as the batch lives. Other server errors
+are retried a few times. Any other error fails this request alone.
 
-Run a batch request by calling the server's own route function in process.
-
-A batch request and an online request share all code from the route on, so every check, limit and field is the same. A
-new route is usable in batches once it is listed in BATCH_ENDPOINTS of api/app.py.
+`RouteHandler` calls the server's own route function in process. A batch request and an online request therefore share
+all code from the route on, so every check, limit and field is the same. A new route is usable in batches once it is
+listed in BATCH_ENDPOINTS of api/app.py.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_WAIT = 5.0  # maximum seconds between two attempts while the queue is full
 
 
 class Answered(NamedTuple):
-    """The answer of a batch request. `body` is JSON without newlines."""
+    """The answer to a batch request. `body` is JSON without newlines."""
 
     status: int
     body: bytes
@@ -60,8 +59,9 @@ Handlers = Mapping[str, RequestHandler]  # handler of each endpoint, named with 
 
 @dataclass(frozen=True, slots=True)
 class RequestRunner:
-    """Run the requests of one batch, for one endpoint and API key. `ready` returns whether the engine accepts
-    requests.
+    """Run the requests of one batch, for one endpoint and API key.
+
+    ready: returns whether the engine accepts requests
     """
 
     handler: RequestHandler
@@ -191,10 +191,10 @@ def route_handlers(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[str,
 
 
 class RouteHandler:
-    """Call the function of one POST route without the middleware. The batch checks the API key and the engine's
-    readiness.
+    """Call the function of one POST route without the middleware.
 
-    body: JSON. Returns the status and the JSON body of the answer. Raises the HTTPErrors of the route.
+    The batch has checked the API key and the engine's readiness. A call takes the JSON body of the request and returns
+    the status and the JSON body of the answer. It raises the HTTPErrors of the route.
     """
 
     def __init__(self, app: FastAPI, path: str, endpoint: Endpoint) -> None:
@@ -231,9 +231,7 @@ class RouteHandler:
 
 
 def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
-    """Return a `receive` that sends one body, then blocks: the client of a batch request leaves only by cancelling the
-    call.
-    """
+    """Return a `receive` that gives one body and then blocks, because only cancelling ends a batch request early."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

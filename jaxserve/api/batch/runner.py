@@ -1,6 +1,6 @@
-"""Run all batches of a server: one task per batch, from its creation or the server's start to its end.
+"""Run all batches of a server: one task for each batch, from its creation or the server's start to its end.
 
-Connect the batch runner of an application to its engine, store and routes.
+`install_batches` connects the runner of an application to its engine, store and routes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CRASH_DELAY = 5.0  # seconds until a batch is retried after an internal error
 class BatchRunner:
     """Run the batches of `store` on `handlers`.
 
-    limit: returns how many batch requests may be in flight, given how many are (see RequestWindow)
+    limit: called with the number of batch requests in flight; returns the number that may be (see RequestWindow)
     """
 
     def __init__(self, store: Store, handlers: Handlers, settings: BatchSettings, limit: Callable[[int], int]) -> None:
@@ -53,7 +53,7 @@ class BatchRunner:
         self._spawn(self._sweep_forever())
 
     async def stop(self) -> None:
-        """Stop every batch as it is; the next start resumes it."""
+        """Stop every batch. The next start resumes it."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -81,14 +81,14 @@ class BatchRunner:
         return None if job is None else job.pause.error
 
     def num_running(self) -> int:
-        """Return how many batches have not ended, in whatever state, without those that wait for the store."""
+        """Return how many batches have not ended, in whatever state, less the batches that wait for the store."""
         return len(self._jobs) - self.num_paused()
 
     def num_paused(self) -> int:
         return sum(job.pause.error is not None for job in self._jobs.values())
 
     def progress(self) -> tuple[int, int]:
-        """Return how many requests of the batches that run are finished, and how many they have."""
+        """Return (finished requests, all requests) of the batches that run."""
         jobs = self._jobs.values()
         return sum(job.finished for job in jobs), sum(job.total for job in jobs)
 
@@ -134,7 +134,7 @@ class BatchRunner:
 
 
 def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: Mapping[str, Endpoint]) -> BatchRunner:
-    """Create the runner of `app`, which runs within `batches_running`. endpoints: what batch requests may name."""
+    """Create the runner of `app`, which runs within `batches_running`. endpoints: routes that requests may name"""
     settings = BatchSettings(
         known_model=lambda name: name in state.engine.info.served_names,
         ready=lambda: engine_ready(state.engine.check_ready),

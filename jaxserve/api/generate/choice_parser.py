@@ -1,6 +1,6 @@
-"""Read one choice of a conversation as events: its text parsed, its reasoning counted, its calls limited.
+"""Read one choice of a conversation as events: parse its text, count its reasoning tokens, limit its calls.
 
-Every wire form of a conversation is written from these events.
+The answer of every API is written from these events.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from jaxserve.text.events import (
 )
 from jaxserve.types.step import FinishReason
 
-_SOUGHT = 64  # characters of an event by which its place in the output's text is found
+_SOUGHT = 64  # characters of an event that are searched in the output's text to find its place
 
 
 class ChoiceParser:
-    """The state of one choice.
+    """Turn the outputs of one choice into events.
 
-    parallel: False ends the output after its first call
-    token_bytes: returns the bytes of a token, by which an output of several tokens is divided; None: it is not
-    ended: nothing follows. A turn may end before its engine output does.
+    parallel: False ends the choice after its first call
+    token_bytes: returns the bytes of a token, so that the reasoning tokens of an output can be told from later ones;
+      None: all tokens of such an output count as reasoning
+    ended: no event follows. A choice may end before its engine output does.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ChoiceParser:
         self._parallel = parallel
         self._token_bytes = token_bytes
         self._thinking = False
-        self._unsure_tokens = 0  # tokens not yet in an event: of the reasoning, or of what follows it
+        self._unsure_tokens = 0  # tokens that are in no event yet, so they may belong to the reasoning or follow it
 
     def read(self, output: RequestOutput) -> list[Event]:
         """Return the events that `output` completes."""
@@ -64,7 +65,7 @@ class ChoiceParser:
         return self._limited(events)
 
     def _limited(self, events: list[Event]) -> list[Event]:
-        """Count the calls; without parallel calls, drop what follows the first."""
+        """Count the calls. Without parallel calls, drop the events after the first call."""
         for number, event in enumerate(events):
             if isinstance(event, ToolCallStart):
                 self.num_calls += 1
@@ -86,7 +87,7 @@ class ChoiceParser:
                 self._thinking = False
                 self._usage.reasoning_tokens += max(0, self._unsure_tokens - num_tokens)
             self._unsure_tokens = 0
-        if self._thinking and not self._parser.thinking:  # the head of a call follows, which is no event yet
+        if self._thinking and not self._parser.thinking:  # the head of a call follows, which is not an event yet
             self._thinking = False
             self._usage.reasoning_tokens += max(0, self._unsure_tokens - num_tokens)
             self._unsure_tokens = min(self._unsure_tokens, num_tokens)
@@ -108,9 +109,9 @@ class ChoiceParser:
 
 
 class RawInputParser:
-    """Parse an output that, after its reasoning, is only the input of one custom tool.
+    """Parse an output that is only the input of one custom tool, after its reasoning.
 
-    An output that is only reasoning has no call: its end was cut off.
+    An output that is only reasoning has no call, because its end was cut off.
     """
 
     def __init__(self, name: str, reasoning: OutputParser) -> None:

@@ -1,6 +1,6 @@
-"""Run the engine for one HTTP request: one or more prompts, their outputs merged, counted and measured.
+"""Run the engine for one HTTP request: send its prompts, and merge, count and time their outputs.
 
-Handles RequestOutputs and knows no wire format.
+This module handles RequestOutputs and knows no wire format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxserve.types.step import joined_versions
 
 MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
 CONTEXTS_A_REQUEST = 32  # or this multiple of the context length, if that is more
-BEGUN_AT_ONCE = 16  # streams of a request; to begin one takes up to 0.1 ms
+BEGUN_AT_ONCE = 16  # streams of a request that begin at once; beginning one takes up to 0.1 ms
 MAX_MERGED = 64  # outputs between the streams and their reader; further ones wait where they are counted
 
 T = TypeVar("T")
@@ -44,9 +44,9 @@ RunMode = Callable[[Generate], Stream]
 class PromptTask:
     """One prompt for the engine.
 
-    run: makes the stream of outputs, if the prompt needs more than one plain engine request
+    run: makes the stream of outputs; None: the prompt is one plain engine request
     signal: aborts all engine requests of the prompt
-    request_id: if the prompt has its own id
+    request_id: the prompt's own id; empty: the id of the HTTP request
     """
 
     prompt_token_ids: list[int]
@@ -64,8 +64,8 @@ class Usage:
     cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    accepted_tokens: int = 0  # completion tokens that were drafts
-    rejected_tokens: int = 0  # drafts that are no completion tokens
+    accepted_tokens: int = 0  # drafts that became completion tokens
+    rejected_tokens: int = 0  # drafts that did not
 
     def as_dict(self, uncounted: int = 0) -> dict[str, Any]:
         """Build OpenAI's usage object. uncounted: completion tokens to leave out."""
@@ -88,7 +88,7 @@ class Usage:
 class Generation:
     """All engine work of one HTTP request. `outputs()` may be iterated once; closing it aborts.
 
-    at_once: at most so many prompts are in the engine at a time, which leaves room for other requests; None: all
+    at_once: most prompts that are in the engine at a time, which leaves room for other requests; None: all
     """
 
     state: ServerState
@@ -105,12 +105,12 @@ class Generation:
         self._cached = [0] * len(self.prompts)
         self._outboxes: WeakSet[Outbox] = WeakSet()
         self._key = self.state.key_usages.of(self.caller.owner)
-        self._is_begun = False  # the engine has got a prompt of this request
-        self._is_answered = False  # it has answered one of them
-        self._weights: set[int] = set()  # numbers of those that made the last outputs
+        self._is_begun = False  # a prompt of this request was sent to the engine
+        self._is_answered = False  # the engine has answered a prompt of this request
+        self._weights: set[int] = set()  # numbers of the weights that made the last outputs
 
     def _check_size(self) -> None:
-        """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""
+        """Raise InvalidValueError if one request asks for too much, so that waiting would not help."""
         tokens = sum(each.params.n * len(each.prompt_token_ids) for each in self.prompts)
         most = max(MAX_CHOICE_TOKENS, CONTEXTS_A_REQUEST * self.state.engine.info.max_model_len)
         if tokens > most:
@@ -124,7 +124,7 @@ class Generation:
         raise InvalidValueError(message, param=param)
 
     def outputs(self) -> Outputs:
-        """Yield (number of the prompt, output) as outputs arrive. Raises what the engine raises."""
+        """Yield (number of the prompt, output) as outputs arrive. Raises the engine's errors."""
         if self._key is not None and not self.caller.is_stored:
             self._check_key(self._key)
         if len(self.prompts) == 1:
@@ -139,7 +139,7 @@ class Generation:
         return sum(outbox.held_bytes() for outbox in self._outboxes)
 
     def check_same_weights(self) -> None:
-        """Raises ConflictError if several weights made the outputs, so that their numbers cannot be compared."""
+        """Raise ConflictError if several weights made the outputs, so that their numbers cannot be compared."""
         if len(self._weights) > 1:
             raise ConflictError("The weights were replaced while the request ran. Send it again.")
 
@@ -152,7 +152,7 @@ class Generation:
             raise
 
     def _check_key(self, key: KeyUsage) -> None:
-        """Raises KeyLimitError if all sequences together exceed a limit of the API key."""
+        """Raise KeyLimitError if all sequences together exceed a limit of the API key."""
         try:
             key.check(self._num_sequences)
         except HTTPError as error:
@@ -206,10 +206,11 @@ class Generation:
             await stream.aclose()
 
     def _generate(self, prompt: PromptTask) -> Stream:
-        began, is_step = time.perf_counter(), False
+        began = time.perf_counter()
+        is_step = False
 
         def generate(prompt_token_ids: list[int], params: SamplingParams) -> Stream:
-            """Send one request to the engine and return its stream. A second one is sent when the first has ended."""
+            """Send one request to the engine and return its stream. Later calls are further steps of the prompt."""
             nonlocal is_step
             outbox = Outbox()
             self._outboxes.add(outbox)
@@ -233,8 +234,9 @@ class Generation:
         return generate(prompt.prompt_token_ids, prompt.params) if prompt.run is None else prompt.run(generate)
 
     def _seconds_left(self, began: float) -> float | None:
-        """Return the seconds until the deadline of a prompt that began then; None if it has none. A beam search has one
-        deadline, not one for each of its steps.
+        """Return the seconds until the deadline of a prompt that began at `began`; None if there is no deadline.
+
+        A beam search has one deadline, not one for each of its steps.
         """
         timeout = self.state.config.server.request_timeout
         return None if timeout is None else max(0.0, round(timeout - (time.perf_counter() - began), 3))
@@ -258,9 +260,9 @@ def half_of_rows(info: EngineInfo) -> int:
 
 
 async def embeddings(generation: Generation) -> list[bytes]:
-    """Run prompts with `embed` and return the float32 numbers of each.
+    """Run prompts with `embed` and return the float32 bytes of each.
 
-    Raises InvalidValueError if one was aborted, and ConflictError if the weights were replaced meanwhile.
+    Raises InvalidValueError if a prompt was aborted, and ConflictError if the weights were replaced meanwhile.
     """
     found: dict[int, bytes] = {}
     async with aclosing(generation.outputs()) as outputs:
@@ -284,7 +286,8 @@ async def coalesce(stream: Outputs, interval: int) -> Outputs:
             outputs.append(output)
             counts[key] = counts.get(key, 0) + len(output.token_ids)
             if first or output.finish_reason is not None or counts[key] >= interval:
-                held[key], counts[key] = [], 0
+                held[key] = []
+                counts[key] = 0
                 yield number, _joined(outputs)
 
 
@@ -316,7 +319,7 @@ def _chained(values: Iterable[list[T] | None]) -> list[T] | None:
 async def merge(streams: Sequence[AsyncGenerator[T, None]], at_once: int | None = None) -> AsyncGenerator[T, None]:
     """Interleave several streams. Closing the result closes all of them.
 
-    at_once: so many streams are read at a time, the next one is begun when one ends; None: all
+    at_once: number of streams that are read at a time; the next begins when one ends. None: all
     Raises the first error of any stream, which also ends the others.
     """
     queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(MAX_MERGED)

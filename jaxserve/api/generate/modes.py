@@ -1,7 +1,7 @@
-"""Generation modes other than one plain engine request: beam search, repetition detection, sessions.
+"""Generate in other modes than one plain engine request: beam search, repetition detection, sessions.
 
-A mode makes the stream of outputs of one prompt in place of the engine, or wraps the engine's. The engine has no beam
-search: each step of a beam is a request for one token, and the prefix cache shares the common tokens.
+A mode makes the stream of outputs of one prompt in place of the engine, or wraps the engine's stream. The engine has no
+beam search: each step of a beam is a request for one token, and the prefix cache shares the common tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_WIDTH = 10  # a step needs twice as many log-probabilities as beams, and the
 
 @dataclass(frozen=True)
 class Beam:
-    """The tokens of one candidate output with their log-probabilities, and the sum of these.
+    """The tokens of one candidate output, their log-probabilities, and the sum of these.
 
-    prompt_logprobs: of the tokens of the prompt, if the request asks for them
+    prompt_logprobs: log-probabilities of the prompt's tokens, if the request asks for them
     num_cached_tokens: tokens of the prompt that the first step found in the prefix cache
     weight_versions: labels of the weights that made the log-probabilities
     """
@@ -47,7 +47,7 @@ class Beam:
         return self.total / max(1, len(self.token_ids)) ** length_penalty
 
     def extended(self, entry: TokenLogprobs, token_id: int, logprob: float, ended: bool) -> Beam:
-        """Return the beam with one more token. entry: the log-probabilities at its position, the token's among them"""
+        """Return the beam with one more token. entry: the log-probabilities at the token's position"""
         chosen = msgspec.structs.replace(
             entry, token_id=token_id, logprob=logprob, rank=1 + entry.top_ids.index(token_id)
         )
@@ -69,16 +69,17 @@ async def beam_search(
     width: int,
     length_penalty: float,
 ) -> list[Beam]:
-    """Return the `width` best outputs, best first. Ends once that many are complete, at max_tokens, or at an abort.
+    """Return the `width` best outputs, best first. The search ends at that many complete outputs, max_tokens or abort.
 
-    score: sum of log-probabilities / length ** length_penalty, over output tokens
+    The score of an output is the sum of its tokens' log-probabilities / number of tokens ** length_penalty.
     """
     ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
     first = msgspec.structs.replace(
         params, n=1, max_tokens=1, min_tokens=0, temperature=0.0, logprobs=2 * width, ignore_eos=True
     )
     later = msgspec.structs.replace(first, prompt_logprobs=None)
-    live, complete = [Beam()], list[Beam]()
+    live = [Beam()]
+    complete: list[Beam] = []
     for number in range(params.max_tokens or 1):
         step = later if number else first
         entries = await asyncio.gather(*(_next(generate, prompt_token_ids, beam, step) for beam in live))
@@ -91,7 +92,7 @@ async def beam_search(
             for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
         candidates.sort(key=lambda each: -(each[0].total + each[3]))
-        # Only beams that are kept are built: each copies all its tokens.
+        # Only the beams that are kept are built, because each copies all its tokens.
         best = [beam.extended(entry, i, value, i in ends) for beam, entry, i, value in candidates[: 2 * width]]
         complete += [beam for beam in best if beam.finish_reason is not None]
         live = [beam for beam in best if beam.finish_reason is None][:width]
@@ -104,7 +105,7 @@ async def beam_search(
 async def _next(
     generate: Generate, prompt_token_ids: list[int], beam: Beam, params: SamplingParams
 ) -> tuple[Beam, TokenLogprobs] | None:
-    """Return the beam and the model's predictions after it; None if the request is aborted."""
+    """Return the beam and the log-probabilities of its next token; None if the request is aborted."""
     stream = generate([*prompt_token_ids, *beam.token_ids], params)
     async with aclosing(stream):
         async for output in stream:
@@ -116,18 +117,18 @@ async def _next(
 
 
 def _noted(beam: Beam, output: RequestOutput) -> Beam:
-    """Return the beam with what the output of its next step says of it, the first one of the prompt too."""
+    """Return the beam with the weight labels of its next step, and after the first step with the prompt's values."""
     beam = replace(beam, weight_versions=joined_versions(beam.weight_versions, output.weight_versions))
     if beam.token_ids:
         return beam
     return replace(beam, prompt_logprobs=output.prompt_logprobs, num_cached_tokens=output.num_cached_tokens)
 
 
-REPETITION = "repetition"  # value of matched_stop in that case
+REPETITION = "repetition"  # value of matched_stop if an output ends because it repeats itself
 
 
 class Repetitions:
-    """State of the search in one output. Each token costs one comparison per pattern size."""
+    """Search one output for repetitions. Each token costs one comparison for each pattern size."""
 
     def __init__(self, rule: RepetitionRule) -> None:
         self._rule = rule
@@ -224,7 +225,7 @@ def _beam_output(index: int, beam: Beam, prompt: PromptTask, tokenizer: Tokenize
 def with_repetition_rule(prompt: PromptTask, rule: RepetitionRule | None) -> PromptTask:
     """Return `prompt` so that an output that repeats itself ends.
 
-    It gets no drafts and no groups: an output of several tokens could not be cut where the repetition begins.
+    It gets no drafts and no grouped outputs, because an output of several tokens could not be cut at the repetition.
     """
     if rule is None:
         return prompt

@@ -1,9 +1,9 @@
 """Turn the prompts of a task into engine work: tokens, final sampling parameters, compiled grammar, generation mode.
 
-A conversation is rendered by the chat template; its oldest turns are left out if it is too long and may be cut. Texts
-and token ids become prompts that fit the model: tokenized, checked, truncated, continued from a session, or filled in
-the middle. The constraint on the text, the tools and the reasoning become one grammar, which a helper process compiles
-first (grammar/worker.py). The engine compiles the checked text again.
+Texts and token ids become prompts that fit the model: they are tokenized, checked, truncated, continued from a session,
+or filled in the middle. The chat template renders a conversation. Its oldest turns are left out if it is too long and
+may be shortened. The constraint on the text, the tools and the reasoning become one grammar, which a helper process
+compiles first (grammar/worker.py). The engine compiles the checked text again. `Planner` puts the parts together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from jaxserve.text.tools.registry import HARMONY
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget, ThinkingForm
 
-# the tokens before the prefix, the suffix and the middle, per model family
+# the tokens before the prefix, the suffix and the middle, by model family
 _FAMILIES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder
@@ -57,10 +57,10 @@ _FAMILIES = (
 async def infill_prompt(
     encoder: TextEncoder, tokenizer: Tokenizer, prefix: str | list[int], suffix: str, limit: int | None
 ) -> list[int]:
-    """Return the token ids of prefix, suffix, middle, in this order.
+    """Return the token ids of a prompt whose output fills the gap between `prefix` and `suffix`.
 
     limit: the greatest useful number of tokens
-    Raises UnsupportedParameterError if the tokenizer has no such tokens, ContextLengthError if a text exceeds `limit`.
+    Raises UnsupportedParameterError if the tokenizer has no infill tokens, ContextLengthError for a text over `limit`.
     """
     for family in _FAMILIES:
         marks = [tokenizer.token_to_id(token) for token in family]
@@ -78,7 +78,7 @@ async def _plain(encoder: TextEncoder, text: str, limit: int | None, param: str)
 
 
 def check_ids(token_ids: list[int], info: EngineInfo, param: str) -> None:
-    """Raises InvalidValueError if a token id is outside the vocabulary."""
+    """Raise InvalidValueError if a token id is outside the vocabulary."""
     if token_ids and max(token_ids) >= info.vocab_size:
         worst = max(token_ids)
         raise InvalidValueError(f"{param}: {worst} is no token id; the vocabulary has {info.vocab_size}.", param=param)
@@ -100,7 +100,7 @@ def truncate(token_ids: list[int], how: Truncation, max_tokens: int | None, limi
 def cut(token_ids: list[int], frame: list[int], keep: int, side: Side) -> list[int]:
     """Keep at most `keep` tokens, cutting at `side` of the text.
 
-    frame: special tokens that the tokenizer adds around a text; they are kept if there is room
+    frame: special tokens that the tokenizer adds around a text. They are kept if there is room
     """
     if len(token_ids) <= keep:
         return token_ids
@@ -117,9 +117,9 @@ def cut(token_ids: list[int], frame: list[int], keep: int, side: Side) -> list[i
 
 @dataclass(frozen=True)
 class TextCut:
-    """How a text that gets one result is tokenized.
+    """How to tokenize a text that gets one result.
 
-    keep: tokens that remain; -1: as many as fit, None: all, then a longer text is an error
+    keep: tokens that remain; -1: as many as fit; None: all, and a text that is too long is an error
     """
 
     keep: int | None = None
@@ -129,7 +129,9 @@ class TextCut:
 
 async def whole_text(prompt: str | list[int], how: TextCut, state: ServerState, param: str = "input") -> list[int]:
     """Tokenize a text that gets one result, or check its token ids. Raises a RequestError."""
-    info, tokenizer, keep = state.engine.info, state.engine.tokenizer, how.keep
+    info = state.engine.info
+    tokenizer = state.engine.tokenizer
+    keep = how.keep
     if isinstance(prompt, list):
         check_ids(prompt, info, param)
         frame, token_ids = [], prompt
@@ -148,7 +150,8 @@ async def whole_text(prompt: str | list[int], how: TextCut, state: ServerState, 
 
 async def text_tokens(prompt: TextPrompt, state: ServerState) -> list[int]:
     """Tokenize a prompt. Raises a RequestError for token ids outside the vocabulary or a text beyond the context."""
-    info, content = state.engine.info, prompt.content
+    info = state.engine.info
+    content = prompt.content
     if isinstance(content, list):
         check_ids(content, info, prompt.param)
     limit = longest_prompt(prompt, info) if prompt.truncation.keep is None else None
@@ -163,12 +166,12 @@ async def text_tokens(prompt: TextPrompt, state: ServerState) -> list[int]:
 
 
 def longest_prompt(prompt: Continuation, info: EngineInfo) -> int:
-    """Return how many tokens a prompt may have: the context, less one token to generate unless none is asked for."""
+    """Return how many tokens a prompt may have: the context, less one generated token unless max_tokens is 0."""
     return info.max_model_len - (prompt.sampling.max_tokens != 0)
 
 
 def check_length(token_ids: list[int], maximum: int, info: EngineInfo, param: str) -> None:
-    """Raises InvalidValueError for an empty prompt, ContextLengthError for one with more than `maximum` tokens."""
+    """Raise InvalidValueError for an empty prompt, ContextLengthError for one with more than `maximum` tokens."""
     if not token_ids:
         raise InvalidValueError(f"{param} has no tokens.", param=param)
     if len(token_ids) > maximum:
@@ -182,7 +185,7 @@ _TAIL_TOKENS = 64  # enough characters to see whether a prompt ends inside the r
 class RenderedChat:
     """A conversation as the model sees it.
 
-    text: as rendered; for a request with its own ids, the text of the last of them
+    text: the rendered text; for a request with its own token ids, the text of the last ones
     """
 
     token_ids: list[int]
@@ -192,7 +195,7 @@ class RenderedChat:
 async def render(messages: ChatMessages, state: ServerState, changed: Mapping[str, Any] | None = None) -> str:
     """Render the prompt's text. Raises InvalidValueError if the template refuses the messages.
 
-    changed: template variables that replace those of the messages
+    changed: template variables that replace variables of the messages
     """
     template = state.chat_template
     if template is None:
@@ -214,7 +217,7 @@ async def render(messages: ChatMessages, state: ServerState, changed: Mapping[st
 
 
 async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
-    """Render and tokenize. Raises a RequestError, also for a prompt that leaves no room for output."""
+    """Render and tokenize a conversation. Raises a RequestError, also for a prompt that leaves no room for output."""
     info, tokenizer = state.engine.info, state.engine.tokenizer
     longest = longest_prompt(prompt, info)
     if prompt.token_ids is not None:
@@ -234,7 +237,7 @@ async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
 async def thinking_is_off(prompt: ChatPrompt, rendered: RenderedChat, state: ServerState) -> bool:
     """Return whether reasoning is turned off, by the request or by the template's own default.
 
-    The default is off if the prompt equals the one rendered with reasoning turned off.
+    The template's default is off if rendering with reasoning turned off gives the same prompt.
     """
     variables = prompt.messages.variables
     wish = variables.get("enable_thinking", variables.get("thinking"))
@@ -245,14 +248,15 @@ async def thinking_is_off(prompt: ChatPrompt, rendered: RenderedChat, state: Ser
 
 
 _HARMONY_FINAL = "<|channel|>final<|message|>"
-_FORMATS = ("json_schema", "json_object")  # formats of a text answer; other constraints apply to the whole output
+_FORMATS = ("json_schema", "json_object")  # they constrain a text answer; other constraints the whole output
 
 
 def with_tools(answer: Constraint | None, use: ToolUse, state: ServerState) -> Constraint | None:
     """Return the constraint on the whole output; `answer` is the constraint on its text.
 
-    none: the answer; without one, any text that does not begin a call of the tools that the prompt shows.
-    required: only calls are allowed; a JSON format for text then has no effect.
+    The mode of `use` decides:
+    none: the answer; without a constraint, any text that does not begin a call of the tools that the prompt shows.
+    required: only calls are allowed; a JSON format for the text has no effect.
     auto: the answer or calls. A JSON answer still allows calls; any other constraint applies to the whole output.
     Raises InvalidValueError (tool_choice) if a call is required beside a constraint of another kind.
     """
@@ -327,16 +331,16 @@ async def chat_grammar(prompt: ChatPrompt, rendered: RenderedChat, state: Server
     if spec is None:
         return None
     if state.parsers.harmony and found is not prompt.constraint:
-        return spec  # applies from the first token: the grammar covers all channels, also those of the reasoning
+        return spec  # applies from the first token, because the grammar covers all channels, the reasoning's too
     return after_reasoning(spec, prompt, rendered, state, off=await thinking_is_off(prompt, rendered, state))
 
 
 def after_reasoning(
     spec: GrammarSpec, prompt: ChatPrompt, rendered: RenderedChat, state: ServerState, *, off: bool
 ) -> GrammarSpec:
-    """Return `spec` for an output that may begin with reasoning: it then applies after the reasoning.
+    """Return `spec` for an output that may begin with reasoning. It then applies after the reasoning.
 
-    off: the request turned reasoning off
+    off: whether the request turned reasoning off
     """
     tokenizer = state.engine.tokenizer
     if state.parsers.harmony:
@@ -362,7 +366,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 class ChatPlan:
     """The engine work of a conversation.
 
-    prompt_text: the rendered conversation. make_parser: returns the reader of one choice
+    prompt_text: the rendered conversation. make_parser: returns the parser of one choice
     """
 
     generation: Generation
@@ -376,7 +380,7 @@ class ChatPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one HTTP request. Its methods raise a RequestError for everything that can be wrong with it."""
+    """Plan one HTTP request. Its methods raise a RequestError for everything that can be wrong with the request."""
 
     state: ServerState
     caller: Caller
@@ -399,7 +403,8 @@ class Planner:
         rendered = await rendered_chat(prompt, self.state)
         token_ids = self._context(prompt, rendered.token_ids, "messages")
         params = self._params(prompt, token_ids, await chat_grammar(prompt, rendered, self.state))
-        tokenizer, has_tools = self.state.engine.tokenizer, prompt.tools.mode != "none"
+        tokenizer = self.state.engine.tokenizer
+        has_tools = prompt.tools.mode != "none"
         form = self._thinking_form(prompt, rendered)
         is_answer = _is_answer(prompt, params.grammar) and not self.state.parsers.harmony
         has_stops = bool(params.stop or params.stop_regex)
@@ -414,7 +419,8 @@ class Planner:
         return ChatPlan(generation, rendered.text, self._parser_maker(prompt, rendered, generation.usage, is_answer))
 
     def _context(self, prompt: Continuation, token_ids: list[int], param: str) -> list[int]:
-        info, longest = self.state.engine.info, longest_prompt(prompt, self.state.engine.info)
+        info = self.state.engine.info
+        longest = longest_prompt(prompt, info)
         if prompt.mode.session is not None:
             token_ids = self.state.sessions.context(
                 prompt.mode.session, token_ids, self.state.engine.tokenizer, self.caller.owner
@@ -424,10 +430,12 @@ class Planner:
         return token_ids
 
     def _params(self, prompt: Continuation, token_ids: list[int], grammar: GrammarSpec | None) -> SamplingParams:
-        """Limit the output to the rest of the context. If no token is asked for, one is sampled and dropped, unless the
-        prompt fills the context.
+        """Limit the output to the rest of the context.
+
+        If max_tokens is 0, one token is sampled and dropped, unless the prompt fills the context.
         """
-        info, params = self.state.engine.info, prompt.sampling
+        info = self.state.engine.info
+        params = prompt.sampling
         room = info.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(max(1, params.max_tokens), room)
         min_tokens = min(params.min_tokens, limit)
@@ -440,7 +448,7 @@ class Planner:
         return with_session(task, prompt.mode, self.options.request_id, self.state, self.caller)
 
     def _thinking_form(self, prompt: ChatPrompt, rendered: RenderedChat) -> ThinkingForm | None:
-        """Return how the output thinks; None for a model that does not."""
+        """Return the form of the model's reasoning; None for a model without reasoning."""
         parsers, offered = self.state.parsers, prompt.tools.tool_set
         if parsers.harmony:
             return None if prompt.continued else ThinkingForm(family=HARMONY)
@@ -476,9 +484,9 @@ class Planner:
         )
 
     def _end_of_thinking(self, end: str, grammar: GrammarSpec | None) -> tuple[int, ...]:
-        """Return the tokens that end the reasoning of a model that exceeds its budget.
+        """Return the tokens that end the reasoning once it exceeds its budget.
 
-        A grammar begins directly after the token ids of the closing tag, so nothing may follow them.
+        A grammar begins directly after the token ids of the closing tag, so no token may follow them.
         """
         encode = self.state.engine.tokenizer.encode
         if grammar is None or not grammar.begin_after:
@@ -518,17 +526,17 @@ def _is_answer(prompt: ChatPrompt, grammar: GrammarSpec | None) -> bool:
     return prompt.constraint is not None and grammar is not None and not grammar.begin_after
 
 
-ROOM_PART = 4  # a conversation is shortened until at least a quarter of the context is left, if so much is asked for
-# the second: a conversation of many megabytes passes the limits of a rendering before its tokens are counted
+ROOM_PART = 4  # a conversation is shortened until 1 / ROOM_PART of the context is left, or less if max_tokens is less
+# InvalidValueError: a conversation of many megabytes passes the limits of a rendering before its tokens are counted
 TOO_LONG = (ContextLengthError, InvalidValueError)
 
 
 async def planned(
     planner: Planner, prompt: ChatPrompt, shortened: Callable[[int], ChatMessages], num_droppable: int
 ) -> ChatPlan:
-    """Plan a conversation; if it is too long, without as few of its oldest turns as possible.
+    """Plan a conversation. If it is too long, leave out as few of its oldest turns as possible.
 
-    shortened: returns the conversation without this number of turns
+    shortened: returns the conversation without its oldest turns, given their number
     num_droppable: the most turns to leave out. The number of renderings grows with its logarithm.
     """
     try:

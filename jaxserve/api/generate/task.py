@@ -1,11 +1,13 @@
-"""What a generating route asks for, without any API's field names, and how shared fields of bodies are read.
+"""Describe the task of a generating route without any API's field names, and read the fields that bodies share.
 
     body -> task (the slice's task.py) -> engine work (planner.py) -> outputs -> wire (the slice's answer.py)
 
-A route turns its body into a task. Nothing after that sees the body, so another API needs only a folder with its own
-reader of bodies and its own writer of answers, as api/anthropic. Read here: prompts, ids, priority and cache namespace,
-sampling parameters with the model's defaults, the constraint in its three forms (response_format, structured_outputs,
-SGLang's fields), and extra outputs per token. What depends on the prompt is checked in planner.py.
+A route turns its body into a task. Nothing after that sees the body. Another API therefore needs only a folder with its
+own reader of bodies and its own writer of answers, as api/anthropic.
+
+The parts of a task come first: modes, prompts and options. The functions after them read the constraint in its forms
+(response_format, structured_outputs, the fields of vLLM, TGI and SGLang), the extra outputs of each token, the options,
+and the sampling parameters with the model's defaults. Checks that need the prompt are in planner.py.
 """
 
 from __future__ import annotations
@@ -34,13 +36,165 @@ from jaxserve.types.extras import MAX_CANDIDATES, HiddenStates
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
-Constraint = tuple[GrammarSpec, str]  # with the field it came from
+Constraint = tuple[GrammarSpec, str]  # the grammar, and the field that it came from
+SamplingMode = Literal["selected", "support"]
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """Cut a prompt at one end. keep: tokens that remain; -1: as many as leave room for the output; None: no cut"""
+
+    keep: int | None = None
+    side: Side = "left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionRule:
+    """End an output if its last tokens are `min_count` repeats of a pattern of `smallest` to `largest` tokens."""
+
+    smallest: int
+    largest: int
+    min_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a prompt is generated, if not by one plain engine request.
+
+    beam_length_penalty: run a beam search whose scores are divided by length ** penalty; None: sample
+    keeps_output: add the output to the session, not only the prompt
+    """
+
+    beam_length_penalty: float | None = None
+    repetition: RepetitionRule | None = None
+    session: SessionParams | None = None
+    keeps_output: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """How to continue one prompt.
+
+    sampling: its max_tokens is as requested; None means the rest of the context
+    constraint: the grammar of the output, and the field that it came from
+    experts_from: first prompt position of the routed experts; None: no position was given
+    """
+
+    sampling: SamplingParams
+    constraint: Constraint | None = None
+    mode: Mode = Mode()
+    truncation: Truncation = Truncation()
+    experts_from: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPrompt(Continuation):
+    """A text or token ids to continue.
+
+    suffix: the text after the gap that the output fills
+    param: the body's field, for errors
+    request_id: the prompt's own id; empty: the id of the HTTP request
+    """
+
+    content: str | list[int]
+    suffix: str = ""
+    add_special_tokens: bool = True
+    param: str = "prompt"
+    request_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMessages:
+    """Messages for the chat template.
+
+    make: returns the messages as the template reads them. It is called in a thread if the body is large.
+    size: bytes of the body
+    """
+
+    make: Callable[[], list[dict[str, Any]]]
+    size: int
+    tools: Sequence[dict[str, Any]] = ()
+    documents: Sequence[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt(Continuation):
+    """A conversation to answer.
+
+    token_ids: used instead of the rendered conversation
+    continued: text of the last message if the output continues it
+    thinking_budget: maximum number of reasoning tokens
+    """
+
+    messages: ChatMessages
+    token_ids: list[int] | None = None
+    continued: str = ""
+    add_special_tokens: bool = False
+    tools: ToolUse = field(default_factory=ToolUse)
+    thinking_budget: int | None = None
+    separate_reasoning: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """The name of a request and how it is queued.
+
+    interval: least tokens of an output, except the first and the last
+    replica: number of the engine that computes it; None: the router chooses
+    """
+
+    request_id: str
+    priority: int = 0
+    cache_salt: str = ""
+    interval: int = 1
+    replica: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraFields:
+    """Fields that SGLang and vLLM add to the last chunk of a choice.
+
+    experts_from: first prompt position of the routed experts; None: not requested
+    """
+
+    meta_info: bool = False
+    sampling_mask: bool = False
+    sampling_mode: SamplingMode | None = None
+    experts_from: int | None = None
+    weight_versions: bool = False
+    cached_tokens: bool = False
+    spec_tokens: bool = False
+    input_ids: bool = False
+    output_ids: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """The parts of an answer in OpenAI's form that the request asks for beside its text.
+
+    logprobs: number of most likely tokens to show; None: no log-probabilities
+    """
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    tokens_as_ids: bool = False
+    token_ids: bool = False
+    prompt_token_ids: bool = False
+    prompt_text: bool = False
+    hidden_state: bool = False
+    extras: ExtraFields = ExtraFields()
 
 
 def constraint(body: SamplingFields | NativeSampling, tokenizer: Tokenizer) -> Constraint | None:
-    """Return the one constraint of a body.
+    """Return the one constraint of a body; None if it has none.
 
-    Raises InvalidValueError if there are two, InvalidSchemaError if it is not a grammar.
+    Raises InvalidValueError if there are two, InvalidSchemaError if it is not a valid grammar.
     """
     found: list[Constraint] = []
     if isinstance(body, SamplingFields):
@@ -66,7 +220,7 @@ def constraint(body: SamplingFields | NativeSampling, tokenizer: Tokenizer) -> C
 
 @contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """Add the name of the request's field to an error about its grammar."""
+    """Add the name of the request's field to an error about the grammar."""
     try:
         yield
     except InvalidSchemaError as error:
@@ -74,9 +228,9 @@ def _naming(param: str) -> Iterator[None]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
-    """Map the text of each token that grammars must name by id to that id.
+    """Map the text of each token that grammars must name by its id to that id.
 
-    llguidance also treats added tokens written <...> as special, whatever the tokenizer says of them.
+    llguidance also treats added tokens written <...> as special, even if the tokenizer does not.
     """
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
@@ -122,7 +276,7 @@ def _schemas_of(wanted: ResponseFormat) -> dict[str, dict[str, Any] | bool]:
 
 
 def _guided(body: SamplingFields) -> Iterator[Constraint]:
-    """Read the fields that vLLM had before structured_outputs, and those of llama.cpp, TGI and Ollama."""
+    """Read the fields that vLLM had before structured_outputs, and the fields of llama.cpp, TGI and Ollama."""
     if body.guided_json is not None:
         yield schema_spec(_schema(body.guided_json, "guided_json")), "guided_json"
     if body.guided_regex is not None:
@@ -144,7 +298,7 @@ def _guided(body: SamplingFields) -> Iterator[Constraint]:
 
 
 def _typed(kind: str, value: str | dict[str, Any] | bool | None) -> GrammarSpec:
-    """Read TGI's form of a constraint. Raises InvalidValueError if its value does not go with its type."""
+    """Read TGI's form of a constraint. Raises InvalidValueError if its value does not fit its type."""
     if kind == "json_object" or (kind == "json" and value is None):
         return GrammarSpec(kind="json_object", source="")
     if kind == "regex":
@@ -193,22 +347,22 @@ def _schema(value: str | dict[str, Any] | bool, param: str) -> dict[str, Any] | 
     return schema
 
 
-MAX_HIDDEN_NUMBERS = 2**22  # per answer: 4 million, some 80 MB of JSON
-MAX_EXPERT_NUMBERS = 2**24  # per answer: 64 MiB
+MAX_HIDDEN_NUMBERS = 2**22  # float32 values in one answer; they are some 80 MB of JSON
+MAX_EXPERT_NUMBERS = 2**24  # int32 values in one answer: 64 MiB
 
-SamplingMode = Literal["selected", "support"]
 _EXPERTS_START = "routed_experts_start_len goes with return_routed_experts and is at most the prompt's length."
 
 
 def _with_extras(params: SamplingParams, **changes: Any) -> SamplingParams:
-    """Return `params` that also ask for these extras. changes: fields of ExtraParams"""
+    """Return `params` that also ask for the extra outputs `changes`, fields of ExtraParams."""
     extras = msgspec.structs.replace(params.extras, **changes)
     return msgspec.structs.replace(params, extras=extras, logprobs=params.logprobs or 0)
 
 
 def with_logprob_ids(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, param: str) -> SamplingParams:
-    """Add log-probabilities of `ids` to `params`. Raises InvalidValueError unless the request asks for
-    log-probabilities.
+    """Return `params` that also ask for the log-probabilities of the tokens `ids`.
+
+    Raises InvalidValueError unless the request asks for log-probabilities, and for ids outside the vocabulary.
     """
     if not ids:
         return params
@@ -222,9 +376,9 @@ def with_logprob_ids(params: SamplingParams, ids: Sequence[int] | None, info: En
 
 
 def with_sampling_mask(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
-    """Ask for the candidates of each draw in `params`, if `wanted`.
+    """Return `params` that ask for the candidates of each draw if `wanted`.
 
-    Raises InvalidValueError if too many tokens could be candidates, or for a mode without `wanted`.
+    Raises InvalidValueError if too many tokens could be candidates, or if `mode` is given but not `wanted`.
     """
     if not wanted:
         if mode is not None:
@@ -239,14 +393,17 @@ def with_sampling_mask(params: SamplingParams, wanted: bool | None, mode: Sampli
 
 
 def with_hidden_states(params: SamplingParams, mode: HiddenStates) -> SamplingParams:
-    """Add hidden states to `params`."""
+    """Return `params` that ask for hidden states: of the last token, of all tokens, or none if `mode` is empty."""
     return _with_extras(params, hidden_states=mode) if mode else params
 
 
 def with_routed_experts(
     params: SamplingParams, wanted: bool | None, start: int | None, info: EngineInfo
 ) -> SamplingParams:
-    """Add the routed experts of every token to `params`. Raises InvalidValueError if the model has none."""
+    """Return `params` that ask for the routed experts of every token if `wanted`.
+
+    Raises InvalidValueError if the model has no experts, or if `start` is given but not `wanted`.
+    """
     if start is not None and not wanted:
         raise InvalidValueError(_EXPERTS_START, param="routed_experts_start_len")
     if not wanted:
@@ -257,9 +414,9 @@ def with_routed_experts(
 
 
 def check_sizes(params: SamplingParams, experts_from: int | None, num_prompt_tokens: int, info: EngineInfo) -> None:
-    """Raises InvalidValueError if the hidden states or routed experts of an answer would be too many numbers.
+    """Raise InvalidValueError if the hidden states or routed experts of an answer would be too many numbers.
 
-    params: with the final max_tokens
+    params: parameters with the final max_tokens
     """
     tokens = num_prompt_tokens + (params.max_tokens or 0)
     shown = {"": 0, "last": 1, "all": tokens}[params.extras.hidden_states]
@@ -276,7 +433,10 @@ def check_sizes(params: SamplingParams, experts_from: int | None, num_prompt_tok
 
 
 def with_watermark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:
-    """Add the server's watermark to `params`, unless `asked` is False. Raises InvalidValueError without a key."""
+    """Return `params` with the server's watermark, unless `asked` is False or the sampling is greedy.
+
+    Raises InvalidValueError if `asked` is True and the server has no key.
+    """
     if asked and key is None:
         raise InvalidValueError(f"{param}: the server has no watermark key (server.watermark_key).", param=param)
     if asked is False or key is None or params.temperature == 0:
@@ -285,7 +445,7 @@ def with_watermark(params: SamplingParams, asked: bool | None, key: int | None, 
 
 
 def check_no_extras(params: SamplingParams, shape: str) -> None:
-    """Raises InvalidValueError if the body asks for per-token outputs that this generation mode cannot give."""
+    """Raise InvalidValueError if the body asks for per-token outputs that this generation mode cannot give."""
     asked = {
         "logprob_token_ids": params.extras.logprob_token_ids,
         "return_sampling_mask": params.extras.sampling_mask,
@@ -297,160 +457,8 @@ def check_no_extras(params: SamplingParams, shape: str) -> None:
             raise InvalidValueError(f"{shape} does not go with {name}.", param=name)
 
 
-Side = Literal["left", "right"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Truncation:
-    """Cut a prompt to `keep` tokens at one end. keep -1: as many as leave room for the output; None: no cut."""
-
-    keep: int | None = None
-    side: Side = "left"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepetitionRule:
-    """End an output if its last tokens are `min_count` repeats of a pattern of `smallest` to `largest` tokens."""
-
-    smallest: int
-    largest: int
-    min_count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """How a prompt is generated, if not by one plain engine request.
-
-    beam_length_penalty: run a beam search whose scores are divided by length ** penalty. None: sample.
-    keeps_output: add the output to the session, not only the prompt
-    """
-
-    beam_length_penalty: float | None = None
-    repetition: RepetitionRule | None = None
-    session: SessionParams | None = None
-    keeps_output: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Continuation:
-    """How to continue one prompt.
-
-    sampling: max_tokens is as requested; None means the rest of the context
-    constraint: the grammar of the output, with the field that it came from
-    experts_from: first prompt position of the routed experts; None: no position was given
-    """
-
-    sampling: SamplingParams
-    constraint: Constraint | None = None
-    mode: Mode = Mode()
-    truncation: Truncation = Truncation()
-    experts_from: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextPrompt(Continuation):
-    """A text or token ids to continue.
-
-    suffix: the text after the gap that the output fills
-    param: the body's field, for errors. request_id: if the prompt has its own id
-    """
-
-    content: str | list[int]
-    suffix: str = ""
-    add_special_tokens: bool = True
-    param: str = "prompt"
-    request_id: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatMessages:
-    """Messages for the chat template.
-
-    make: returns the messages as the template reads them. It is called in a thread if the body is large.
-    size: bytes of the body that brings all this
-    """
-
-    make: Callable[[], list[dict[str, Any]]]
-    size: int
-    tools: Sequence[dict[str, Any]] = ()
-    documents: Sequence[dict[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatPrompt(Continuation):
-    """A conversation to answer.
-
-    token_ids: used instead of the rendered conversation
-    continued: text of the last message if the output continues it
-    thinking_budget: maximum number of reasoning tokens
-    """
-
-    messages: ChatMessages
-    token_ids: list[int] | None = None
-    continued: str = ""
-    add_special_tokens: bool = False
-    tools: ToolUse = field(default_factory=ToolUse)
-    thinking_budget: int | None = None
-    separate_reasoning: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    """The name of a request and how it is queued.
-
-    interval: minimum tokens per output, except the first and the last
-    replica: the engine that computes it; None: the router chooses
-    """
-
-    request_id: str
-    priority: int = 0
-    cache_salt: str = ""
-    interval: int = 1
-    replica: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExtraFields:
-    """Fields that SGLang and vLLM add to the last chunk of a choice.
-
-    experts_from: first prompt position of the routed experts; None: not requested
-    """
-
-    meta_info: bool = False
-    sampling_mask: bool = False
-    sampling_mode: SamplingMode | None = None
-    experts_from: int | None = None
-    weight_versions: bool = False
-    cached_tokens: bool = False
-    spec_tokens: bool = False
-    input_ids: bool = False
-    output_ids: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """What an answer in OpenAI's form shows beside its text.
-
-    logprobs: number of most likely tokens to show; None: no log-probabilities
-    """
-
-    include_usage: bool = False
-    continuous_usage: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    tokens_as_ids: bool = False
-    token_ids: bool = False
-    prompt_token_ids: bool = False
-    prompt_text: bool = False
-    hidden_state: bool = False
-    extras: ExtraFields = ExtraFields()
-
-
 def thinking(on: bool) -> dict[str, bool]:
-    """Return the template variables that turn reasoning on or off: templates use either name."""
+    """Return the template variables that turn reasoning on or off, under both names that templates use."""
     return {"enable_thinking": on, "thinking": on}
 
 
@@ -470,7 +478,7 @@ def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str
 
 
 def request_options(body: SamplingFields, prefix: str) -> RequestOptions:
-    """Return the id, priority, namespace, interval and replica of a request. prefix: of an id that is made here."""
+    """Return the id, priority, namespace, interval and replica of a request. prefix: prefix of an id made here"""
     return RequestOptions(
         request_id=new_id(prefix, body.request_id or body.rid),
         priority=body.priority or 0,
@@ -492,7 +500,7 @@ def new_id(prefix: str, given: str | None = None) -> str:
 
 
 def prefix_namespace(salt: str | None, key: str | None) -> str:
-    """Return the key of the prefix cache's namespace: requests share it if `cache_salt` and `extra_key` are equal."""
+    """Return the key of the prefix cache's namespace. Requests share it if `cache_salt` and `extra_key` are equal."""
     if not (salt and key):
         return f":{salt or key}" if salt or key else ""
     return f"{len(salt)}:{salt}{key}"
@@ -531,7 +539,7 @@ def _repetition_rule(body: SamplingFields) -> RepetitionRule | None:
 
 
 def output_options(body: SamplingFields, *, logprobs: int | None) -> OutputOptions:
-    """Read what the answer shows. Raises InvalidValueError if stream_options is given without stream.
+    """Read the options of the answer. Raises InvalidValueError if stream_options is given without stream.
 
     logprobs: number of most likely tokens to show; None: no log-probabilities
     """
@@ -567,7 +575,7 @@ def _extra_fields(body: SamplingFields) -> ExtraFields:
 
 
 def spread(value: T | list[T], count: int, param: str) -> list[T]:
-    """Return one value per prompt. Raises InvalidValueError for another number of values."""
+    """Return one value for each of `count` prompts. Raises InvalidValueError for another number of values."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
@@ -581,7 +589,7 @@ _HARD_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "r
 def sampling_params(
     body: SamplingFields, state: ServerState, *, max_tokens: int | None, logprobs: int | None, **others: Any
 ) -> SamplingParams:
-    """Return the parameters of one prompt. Raises InvalidValueError.
+    """Return the sampling parameters of one prompt. Raises InvalidValueError that names the field.
 
     max_tokens: as requested; None: the rest of the context. others: further fields of SamplingParams
     """
@@ -607,7 +615,10 @@ def sampling_params(
 
 
 def native_params(body: NativeSampling, info: EngineInfo, **others: Any) -> SamplingParams:
-    """Return the parameters of /generate; `others` are further fields of SamplingParams. Raises InvalidValueError."""
+    """Return the sampling parameters of /generate. Raises InvalidValueError that names the field.
+
+    others: further fields of SamplingParams
+    """
     max_tokens = DEFAULT_NATIVE_TOKENS if body.max_new_tokens is None else body.max_new_tokens
     return SamplingParams(
         **_shared_fields(body, info),
@@ -647,7 +658,7 @@ def _distribution(body: SamplingFields | NativeSampling, info: EngineInfo) -> di
 
 
 def logit_changes(params: SamplingParams, info: EngineInfo) -> dict[str, Any]:
-    """Return the fields of a request that change the model's logits, each with a value that is false if it is unset."""
+    """Map the name of each field that changes the model's logits to its value, which is false if it is unset."""
     usual = info.generation_defaults.get("repetition_penalty", _HARD_DEFAULTS["repetition_penalty"])
     return {
         "logit_bias": params.logit_bias,

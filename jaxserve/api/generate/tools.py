@@ -1,6 +1,6 @@
-"""The tools of a chat request, and its messages in the order and form that chat templates expect.
+"""Read the tools of a chat request, and put its messages into the order and form that chat templates expect.
 
-Which tools the model sees, which it may or must call, and the older `functions` form.
+`ToolUse` says which tools the model sees, and which it may or must call. Requests may use the older `functions` form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxserve.text.tools import ToolSet
 
 Mode = Literal["none", "auto", "required"]
 
-# how a custom tool is described to a model that only knows functions; the parser reverses it
+# the parameters of a custom tool for a model that only knows functions; the parser reverses it
 _CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -26,11 +26,11 @@ _CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, 
 class ToolUse:
     """The tool settings of a request.
 
-    tools: those that the model may call; empty with mode "none"
-    mode: also "required" for a named tool, which is then the only one here
+    tools: the tools that the model may call; empty with mode "none"
+    mode: "required" also for a named tool, which is then the only one in `tools`
     parallel: whether an output may have several calls; False for a named tool
     shown: all tools, as the chat template reads them. The prompt does not depend on the choice, so that requests with
-    different choices share its prefix; the grammar limits the calls.
+      different choices share its prefix. The grammar limits the calls.
     """
 
     tools: tuple[GrammarTool, ...] = ()
@@ -40,7 +40,7 @@ class ToolUse:
 
     @property
     def forbids_calls(self) -> bool:
-        """Whether the prompt shows tools of which the model may call none."""
+        """Whether the prompt shows tools but the model may call none of them."""
         return self.mode == "none" and bool(self.shown)
 
     @property
@@ -51,12 +51,12 @@ class ToolUse:
 
     @property
     def outlined(self) -> ToolUse:
-        """The same with outlines of the schemas of tools that are not strict."""
+        """The same settings with outlines of the schemas of tools that are not strict."""
         return replace(self, tools=tuple(tool.outlined for tool in self.tools))
 
     @property
     def tool_set(self) -> ToolSet | None:
-        """Return the tools for the output parser; None leaves calls in the text."""
+        """The tools for the output parser; None leaves calls in the text."""
         if self.mode == "none":
             return None
         functions = {tool.name: dict(tool.schema or {}) for tool in self.tools if not tool.custom}
@@ -64,7 +64,7 @@ class ToolUse:
 
     @property
     def raw_input(self) -> str | None:
-        """Return the name of the custom tool whose input is the whole output, with no call syntax around it."""
+        """The name of the custom tool whose input is the whole output, without call syntax; None without one."""
         if self.mode != "required" or not is_raw_input(self.tools, required=True):
             return None
         return self.tools[0].name if self.tools[0].custom else None
@@ -91,7 +91,7 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
 
 
 def offered_tools(tools: list[Tool]) -> ToolUse:
-    """Read tools that the model may call, of an API without tool_choice. Raises a RequestError."""
+    """Read the tools of an API without tool_choice. Raises a RequestError."""
     _check_tools(tools)
     if not tools:
         return ToolUse()
@@ -105,7 +105,7 @@ def tool_name(tool: Tool) -> str:
 
 
 def _check_tools(tools: list[Tool]) -> None:
-    named: dict[str, Tool] = {}  # a call has a name only; agents bring the same tool twice, which does no harm
+    named: dict[str, Tool] = {}  # a call has only a name. Agents send the same tool twice, which does no harm
     for number, tool in enumerate(tools):
         param = f"tools.{number}"
         _check_tool(tool, param)
@@ -177,13 +177,13 @@ def _legacy_choice(body: ChatCompletionRequest) -> str | ToolChoice | None:
 
 
 def shown_function(name: str | None, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Describe a tool as chat templates expect it: as a function."""
+    """Return a tool as chat templates expect it: as a function."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def shown_custom(name: str, description: str | None) -> dict[str, Any]:
-    """Describe a custom tool to a model that only knows functions."""
+    """Return a custom tool as a function, for a model that only knows functions."""
     return shown_function(name, description, _CUSTOM_INPUT)
 
 
@@ -226,9 +226,9 @@ def without_header(text: str) -> str:
 def ordered(messages: Sequence[Message], *, system_in_middle: bool) -> list[Message]:
     """Return the messages as chat templates read them.
 
-    Neighbours of one role are joined, the results of calls stand behind them in their order, and empty turns of the
+    Neighbours of one role are joined. The results of calls follow the calls in the same order. Empty turns of the
     assistant at the end are left out.
-    system_in_middle: the template takes system messages after the first one; else see `in_place`
+    system_in_middle: whether the template takes system messages after the first one; if not, see `in_place`
     """
     messages = list(messages)
     while messages and messages[-1]["role"] == "assistant" and not _says_something(messages[-1]):
@@ -240,13 +240,13 @@ def ordered(messages: Sequence[Message], *, system_in_middle: bool) -> list[Mess
 def in_place(messages: Sequence[Message]) -> list[Message]:
     """Put each late system message into the turn of the user or tool that it follows, for templates that take none.
 
-    Agents send a reminder after every result of a tool. In its place it leaves the tokens before it as they were, so
-    that the next request finds them in the prefix cache; at the head it would change all of them. After an
-    assistant's turn it becomes a user's. The system messages at the start are joined into one.
+    Agents send a reminder after every result of a tool. In its place it does not change the tokens before it, so that
+    the next request finds them in the prefix cache. At the head it would change all of them. After an assistant's turn
+    it becomes a turn of the user. The system messages at the start are joined into one.
     """
     leading = list(itertools.takewhile(_is_system, messages))
     out: list[Message] = [functools.reduce(_with_content, leading)] if leading else []
-    has_reminder = False  # the last turn is a user's with a late system message: what the user goes on to say joins it
+    has_reminder = False  # the last turn is a user's with a late system message, so the user's next message joins it
     for message in messages[len(leading) :]:
         follows_turn = out and out[-1]["role"] in ("user", "tool")
         if _is_system(message) and not follows_turn:
@@ -266,7 +266,7 @@ def _is_system(message: Message) -> bool:
 
 
 def _with_content(message: Message, later: Message) -> Message:
-    """Return the message with the content of a later one behind its own: texts, or lists of parts."""
+    """Return the message with the content of `later` after its own: texts, or lists of parts."""
     first, second = message.get("content") or "", later.get("content") or ""
     if isinstance(first, str) and isinstance(second, str):
         return message | {"content": "\n".join(filter(None, [first, second]))}
@@ -282,7 +282,7 @@ def _says_something(message: Message) -> bool:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Join neighbours of one role. Tool messages stay apart: each answers one call."""
+    """Join neighbours of one role. Tool messages stay apart, because each answers one call."""
     runs: list[list[Message]] = []
     for message in messages:
         last = runs[-1][-1] if runs else None
@@ -306,9 +306,9 @@ def as_one(run: Sequence[Message]) -> Message:
 
 
 def in_call_order(messages: list[Message]) -> list[Message]:
-    """Put the results of an assistant's calls directly behind them, in their order: clients send them as they come.
+    """Put the results of an assistant's calls directly after them, in the calls' order. Clients send them in any order.
 
-    A result of no call stays where it is.
+    A result without a call stays in its place.
     """
     order: dict[str | None, int] | None = None
     out: list[Message] = []

@@ -1,9 +1,11 @@
-"""Parts of answers that several APIs share: JSON, envelopes, finish reasons, log-probabilities, extra outputs.
+"""Write the parts of answers that several APIs share: JSON, chunks, finish reasons, log-probabilities, extra outputs.
 
-All log-probabilities are the engine's own float32s; the chosen token has the same value wherever it appears. Fields
-that SGLang and vLLM add to a choice on request (ids, counts, candidates) are sent with its last chunk. JSON values that
-grow while an answer is streamed are encoded once for each part: an event that repeats everything before it then costs
-the encoding of the new part and a copy of the bytes, 0.03 ms instead of 20 ms at 2,000 tokens with 5 alternatives each.
+All log-probabilities are the engine's own float32 values. The chosen token has the same value wherever it appears.
+Fields that SGLang and vLLM add to a choice on request (ids, counts, candidates) are sent with its last chunk.
+
+Some streamed events repeat everything before them. Each part of such a JSON value is encoded once (`GrowingText`,
+`GrowingArray`). An event then costs the encoding of the new part and a copy of the bytes: 0.03 ms instead of 20 ms at
+2,000 tokens with 5 alternatives each.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ async def json_answer(content: Any) -> Response:
 
 
 def is_object(text: str) -> bool:
-    """Return whether the arguments of a call are a whole JSON object. The token limit or a stop string may cut them,
-    also before their first character."""
+    """Return whether the arguments of a call are a whole JSON object.
+
+    The token limit or a stop string may cut them, even before their first character.
+    """
     try:
         return isinstance(json.loads(text, parse_constant=int), dict)
     except (ValueError, RecursionError):
@@ -88,7 +92,7 @@ class ChunkWriter:
         return self.chunk(choice, uncounted).replace(b"{", b"{" + orjson.dumps(others)[1:-1] + b",", 1)
 
     def counted(self, chunks: list[dict[str, Any]], num_tokens: int, others: Mapping[str, Any]) -> Iterator[bytes]:
-        """Write the chunks of one output, the last of which counts its tokens. `others` are fields of the first chunk.
+        """Write the chunks of one output. The last chunk counts its tokens. `others` are fields of the first chunk.
 
         The finish reason is sent with the last delta, because clients treat a chunk that counts no more tokens as an
         error.
@@ -110,7 +114,7 @@ class ChunkWriter:
 def finish_fields(output: RequestOutput, stop_token_ids: tuple[int, ...]) -> dict[str, Any]:
     """Return finish_reason, SGLang's matched_stop, and vLLM's stop_reason.
 
-    stop_reason is the stop text or the one of `stop_token_ids` that ended the output, else null.
+    stop_reason is the stop text or the token of `stop_token_ids` that ended the output, else null.
     """
     matched = output.matched_stop
     named = isinstance(matched, str) or matched in stop_token_ids
@@ -122,7 +126,7 @@ def finish_fields(output: RequestOutput, stop_token_ids: tuple[int, ...]) -> dic
 
 
 class GrowingText:
-    """A JSON string."""
+    """A JSON string that is encoded as it grows."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -140,7 +144,7 @@ class GrowingText:
 
 
 class GrowingArray:
-    """A JSON array."""
+    """A JSON array that is encoded as it grows."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -171,7 +175,7 @@ def floor(value: float) -> float:
 def _top(entry: TokenLogprobs, count: int, watched: Sequence[int] = ()) -> list[tuple[int, float]]:
     """Return (token id, log-probability) of the `count` most likely tokens.
 
-    If the request names tokens (`watched`) and the entry has their values, return the chosen token and those instead.
+    If the request names tokens (`watched`) and the entry has their values, return the chosen token and these instead.
     """
     if watched and entry.watched:
         pairs, own = dict(zip(watched, entry.watched, strict=True)), {entry.token_id: entry.logprob}
@@ -211,7 +215,10 @@ class CompletionLogprobs:
         *,
         drops_space: bool = False,
     ) -> None:
-        """hidden: special tokens that are omitted from the text. drops_space: the text lacks its first token's space"""
+        """Begin at the start of a choice's text.
+
+        hidden: special tokens that the text omits. drops_space: whether the text lacks its first token's space
+        """
         self._drops_space = drops_space
         self._top = top
         self._watched = watched
@@ -262,7 +269,7 @@ def _ranked(entry: TokenLogprobs, top: int, texts: TokenTexts) -> dict[str, Any]
 
 
 def extras_of(output: RequestOutput) -> TokenExtras:
-    """Return the output's extras, without a value if there are none."""
+    """Return the output's extras; an empty TokenExtras if there are none."""
     return output.extras or TokenExtras()
 
 
@@ -285,12 +292,13 @@ def matrix(data: bytes | None, rows: int) -> np.ndarray:
 class Candidates:
     """SGLang's sampling mask of one choice, token by token. A token that was not sampled has no candidates.
 
-    mode: "support" returns the log-probabilities of all candidates, else only that of the chosen token
+    mode: "support" writes the log-probabilities of all candidates, else only the chosen token's
     """
 
     def __init__(self, mode: SamplingMode | None) -> None:
         self._mode = mode
-        self._masks, self._logprobs = GrowingArray(), GrowingArray()
+        self._masks = GrowingArray()
+        self._logprobs = GrowingArray()
 
     def note(self, output: RequestOutput) -> None:
         found = extras_of(output).sampling_masks or [None] * len(output.token_ids)
@@ -313,11 +321,11 @@ class Candidates:
 
 
 class RoutedExperts:
-    """The experts of one choice, for every token except the last, which has not been fed to the model."""
+    """The experts of one choice, for every token except the last, which the model has not computed."""
 
     def __init__(self) -> None:
         self._prompt = b""
-        # of the token before each output token; the first belongs to the prompt's last token
+        # the experts of the token before each output token; the first are the experts of the prompt's last token
         self._output = bytearray()
 
     def note(self, output: RequestOutput) -> None:
@@ -338,7 +346,7 @@ def _floored(values: list[float]) -> list[float]:
 class ExtraFieldWriter:
     """The extra fields of one request. For most requests `wanted` is False, and nothing else here is called.
 
-    scoring: the engine's token is dropped, see CompletionOptions
+    scoring: whether the engine's token is dropped, see CompletionOptions
     """
 
     def __init__(self, fields: ExtraFields, request_id: str, *, scoring: bool = False) -> None:
@@ -412,9 +420,9 @@ FirstOutput = asyncio.Future[RequestOutput | None]
 
 @asynccontextmanager
 async def admitted(outputs: Outputs) -> AsyncIterator[FirstOutput]:
-    """Return the future of the first output once it is there or START_SECONDS have passed; cancel it at the end.
+    """Yield the future of the first output once it is done or START_SECONDS have passed; cancel it at the end.
 
-    Raises what the engine raised by then.
+    Raises the engine's error if there is one by then.
     """
     first = asyncio.ensure_future(next_output(outputs))
     try:

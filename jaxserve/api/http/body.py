@@ -1,8 +1,7 @@
 """Turn a request's bytes into a validated body, or into one 400 that names the field.
 
-pydantic reads the JSON text in one pass. A second parse runs only to word an error.
-
-Parse a multipart form with one file while it arrives: the file's bytes are passed on and never kept.
+pydantic reads a JSON body in one pass. A second parse runs only to word an error. A multipart form with one file is
+parsed while it arrives (`UploadForm`): the file's bytes are passed on and never kept.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ B = TypeVar("B", bound=Body)
 MAX_ERRORS = 64  # validation errors worded per body
 MAX_UNKNOWN = 64  # unknown fields reported per object
 
-_PLAIN = (NoneType, str, int, float, dict)  # values that hold no part: quicker to tell than a part
+_PLAIN = (NoneType, str, int, float, dict)  # types of values that contain no object of the protocol
 _NOTHING = (None, False, [], {}, "")  # values that say "not used"
 
 # the JSON parser accepts numbers of up to 4,300 digits and names no field if it fails
@@ -55,8 +54,9 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 
 async def parse_body(raw: bytes, model: type[B], request: Request) -> B:
-    """Check and validate, outside the event loop if the body is large. Raises a RequestError."""
-    state, path = server_state(request), request.scope["path"]  # request.url is built anew at each access
+    """Check and validate a body, outside the event loop if it is large. Raises a RequestError."""
+    state = server_state(request)
+    path = request.scope["path"]  # request.url is built anew at each access
     limits = state.body_limits()
 
     def work() -> tuple[B, list[str]]:
@@ -82,8 +82,10 @@ def validated(raw: bytes, model: type[B]) -> tuple[B, list[str]]:
 
 
 def _check_numbers(raw: bytes) -> None:
-    """Raises InvalidValueError for NaN, Infinity and numbers beyond a float's range, which validation takes in a free
-    field: they are not JSON, or become none."""
+    """Raise InvalidValueError for NaN, Infinity and numbers beyond a float's range.
+
+    Validation accepts them in a free field, but they are not JSON, or cannot be written as JSON again.
+    """
     try:
         orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -98,10 +100,11 @@ def invalid_json(error: orjson.JSONDecodeError) -> InvalidValueError:
 
 
 def _unserved(part: Body | NestedObject, path: str = "", logged: str = "") -> Iterator[str]:
-    """Yield the fields of a body and of the objects in it that are not known, without list indices.
+    """Yield the unknown fields of a body and of the objects in it, without list indices.
 
-    One with an empty value is left out. Raises UnsupportedParameterError for a known field that is refused.
-    path: of the part, with indices. logged: without them
+    An unknown field with an empty value is left out.
+    path: path of the part with list indices. logged: the same path without them
+    Raises UnsupportedParameterError for a known field that is refused.
     """
     if given := part.unknown_fields:
         known = part.known
@@ -127,7 +130,7 @@ def _unserved(part: Body | NestedObject, path: str = "", logged: str = "") -> It
 def _check_content_type(request: Request) -> None:
     """Refuse bodies that are not declared as JSON. A web page cannot send JSON across origins without a preflight.
 
-    Clients of Ollama's routes declare nothing or a form. There, what a web page sends is known by its Origin header.
+    Clients of Ollama's routes declare nothing or a form. On these routes the Origin header shows a web page's request.
     """
     if request.scope["path"].startswith(OLLAMA_PREFIX) and "origin" not in request.headers:
         return
@@ -148,7 +151,10 @@ def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> Requ
 
 
 def _explain_many(raw: bytes, model: type[BaseModel]) -> RequestError:
-    """Validate only the first entries of each container again and report those: wording a million errors takes 20 s."""
+    """Validate only the first entries of each container again and report their errors.
+
+    Wording a million errors would take 20 s.
+    """
     parsed = _parsed(raw)
     if isinstance(parsed, dict):
         try:
@@ -177,7 +183,7 @@ _ENCODED_NAME = re.compile(rb";\s*filename\*=\"?utf-8'[^'\"]*'([^\";\s]+)", re.I
 
 
 class UploadForm:
-    """Parse the body piece by piece; `fields` and `filename` are set once their parts have arrived.
+    """Parse a form with one file piece by piece. `fields` and `filename` are set once their parts have arrived.
 
     Raises InvalidValueError if the body is not such a form.
     """
@@ -192,7 +198,7 @@ class UploadForm:
         self._parts = 0
         self._field_bytes = 0
         self._header = (bytearray(), bytearray())  # name and value received so far
-        self._name: str | None = None  # of the current part
+        self._name: str | None = None  # name of the current part
         self._value: bytearray | None = None  # name of the current field; None: the file
         self._file_data: list[bytes] = []
         try:
@@ -229,7 +235,8 @@ class UploadForm:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise InvalidValueError(f"The form has more than {MAX_PARTS} parts.")
-        self._name, self._value = None, None
+        self._name = None
+        self._value = None
 
     def _on_header(self, half: int, data: bytes) -> None:
         self._count(data)
@@ -277,9 +284,9 @@ class UploadForm:
 
 
 def _encoded_name(disposition: bytes) -> str:
-    """Return the file's name in the form of RFC 5987, which older clients send alone; "" if there is none.
+    """Return the file's name in the form of RFC 5987, the only form that some older clients send; "" without it.
 
-    The parser skips it, because RFC 7578 has no such form in multipart/form-data.
+    The parser skips this form, because RFC 7578 does not allow it in multipart/form-data.
     """
     found = _ENCODED_NAME.search(disposition)
     return "" if found is None else unquote_to_bytes(found[1]).decode(errors="replace")

@@ -1,8 +1,9 @@
-"""Refuse what a page of another site lets a browser send to a server that needs no API key.
+"""Refuse requests that a page of another site lets a browser send to a server that needs no API key.
 
-A browser sends requests of any page to any address, and two ways need no permission of the server. The page's own name
-can be made to resolve to the server's address (DNS rebinding): the Host header shows that name. A POST in one of the
-forms of HTML is sent without a preflight: Origin and Sec-Fetch-Site show where it comes from. A page has no API key.
+A browser sends requests of any page to any address, and two ways need no permission of the server. First, the page's
+own name can be made to resolve to the server's address (DNS rebinding). The Host header then shows that name. Second,
+a POST in one of the forms of HTML is sent without a preflight. Origin and Sec-Fetch-Site show its origin. A server
+that needs an API key is safe from both, because the page has no key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxserve.errors import PermissionDeniedError
 _LOCAL_DOMAINS = (".localhost", ".local", ".internal")
 _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
-# the types of bodies that the Fetch standard lets a page send without a preflight
+# the content types that the Fetch standard lets a page send without a preflight
 _WITHOUT_PREFLIGHT = frozenset({"", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
 
 
@@ -34,10 +35,10 @@ def guarded(app: ASGIApp, section: ServerSection) -> ASGIApp:
 
 
 class BrowserGuard:
-    """ASGI middleware. hosts: names that a Host header may have; None: any
+    """ASGI middleware that checks the Host header, and the origin if the server needs no API key.
 
     IP addresses, localhost and names of local domains are always allowed: no page of another site has such a name.
-    Origins are checked only if the server needs no API key.
+    hosts: the other names that a Host header may have; None: any name
     """
 
     def __init__(self, app: ASGIApp, section: ServerSection, hosts: tuple[str, ...] | None) -> None:
@@ -92,7 +93,7 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 def _local_names(bound_to: str) -> tuple[str, ...] | None:
-    """Return the names of a server that listens on `bound_to`; None for any, if that is no loopback address."""
+    """Return the names of a server that listens on `bound_to`; None (any name) if that is not a loopback address."""
     try:
         address = socket.getaddrinfo(bound_to, None, type=socket.SOCK_STREAM)[0][4][0]
         if not ipaddress.ip_address(address).is_loopback:
@@ -103,7 +104,7 @@ def _local_names(bound_to: str) -> tuple[str, ...] | None:
 
 
 def _is_local(name: str) -> bool:
-    """Return whether a name is an IP address or of a local domain, or empty, as of clients that are no browsers."""
+    """Return whether a name is an IP address, is in a local domain, or is empty, as some clients send it."""
     if name in ("", "localhost") or name.endswith(_LOCAL_DOMAINS):
         return True
     try:
@@ -114,5 +115,5 @@ def _is_local(name: str) -> bool:
 
 
 def _matches(name: str, allowed: str) -> bool:
-    """Return whether a name is the allowed one, or ends as `*.example.com`."""
+    """Return whether a name equals `allowed`, or ends in its domain if `allowed` is like `*.example.com`."""
     return name.endswith(allowed[1:]) if allowed.startswith("*.") else name == allowed

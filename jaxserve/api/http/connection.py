@@ -1,11 +1,10 @@
-"""One client's TCP connection: closed if its headers are slow or too large, or if the client does not read.
+"""Serve one client's TCP connection, and close it if its headers are slow or too large or if the client does not read.
 
 This layer knows only bytes and timers. Limits on bodies are in middleware.py, which knows the route.
 
-An HTTP parser that ignores the Upgrade header and reads the body after it.
-
-RFC 9110, section 7.8, lets a server ignore Upgrade. httptools stops at the headers of such a request, loses its body
-and parses the following bytes as another request. The headers are therefore parsed again without Upgrade.
+The HTTP parser ignores the Upgrade header, as RFC 9110, section 7.8, allows, and reads the body after it. httptools
+stops at the headers of such a request, loses its body and parses the following bytes as another request. The headers
+are therefore parsed again without Upgrade.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class ParserCallbacks(Protocol):
 
 
 class RequestParser:
-    """httptools' parser, with the same callbacks.
+    """Wrap httptools' parser, with the same callbacks.
 
     While `upgrades` is true, the callbacks run for headers that will be parsed a second time.
     """
@@ -85,14 +84,14 @@ class RequestParser:
 
 def _parser(request: ParserCallbacks) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(request)
-    # A client that sent "Connection: close" may have sent more. It is dropped with the connection and is no error.
+    # A client that sent "Connection: close" may have sent more. This is dropped with the connection without an error.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
 MAX_HEADER_BYTES = 64 * 1024  # bytes of request line and headers together
 MAX_HEADERS = 128
-MAX_IDLE_BYTES = 2**20  # bytes of trailers or of chunk headers that carry no body data; more than one read of a socket
+MAX_IDLE_BYTES = 2**20  # bytes of trailers or chunk headers without body data; more than one read of a socket
 LINGER = 2.0  # seconds for a client that was answered early to finish sending its body
 
 
@@ -103,11 +102,11 @@ def limited_protocol(section: ServerSection) -> type[HttpToolsProtocol]:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Close slow connections.
+    """uvicorn's protocol, which also closes slow connections.
 
     header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers
-    send_timeout: seconds within which the client must read so much that writing resumes: the transport pauses at 64 KiB
-      of unsent data and resumes at 16 KiB
+    send_timeout: seconds within which the client must read until writing resumes. The transport pauses at 64 KiB of
+      unsent data and resumes at 16 KiB
     """
 
     header_timeout = 10.0
@@ -153,8 +152,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and close the connection if headers or bytes without body data exceed their limit.
 
-        The piece in which a request begins is not counted: most of it may be the body of the request before. It has at
-        most the 256 KiB of one read, and `on_headers_complete` checks the exact size.
+        The piece in which a request begins is not counted, because most of it may be the body of the previous request.
+        It has at most the 256 KiB of one read, and `on_headers_complete` checks the exact size.
         """
         message = self._message
         super().data_received(data)
@@ -178,7 +177,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._message += 1
-        self._in_headers, self._header_bytes, self._idle_bytes = True, 0, 0
+        self._in_headers = True
+        self._header_bytes = 0
+        self._idle_bytes = 0
         if self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_timeout, self._headers_are_late)
 
@@ -214,7 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _tell_request(self) -> None:
-        """Notify the running request. With pipelining, uvicorn would notify the last one received instead."""
+        """Notify the running request. With pipelining, uvicorn would notify the last request received instead."""
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -224,7 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             if self._running is not self.cycle or not self.cycle.more_body or self.cycle.response_started:
                 return self._cut()  # another answer is due, or being sent
-            self._tell_request()  # whose body this is
+            self._tell_request()  # the refused bytes belong to its body
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = orjson.dumps({"error": error})
         head = (
@@ -272,7 +273,8 @@ def _delimited_by_close(cycle: RequestResponseCycle) -> ASGISendCallable:
 
     uvicorn closes the connection after every answer to such a client.
     """
-    write, has_length = cycle.send, True
+    write = cycle.send
+    has_length = True
 
     async def send(message: ASGISendEvent) -> None:
         nonlocal has_length

@@ -1,8 +1,7 @@
-"""Write every error in the form of the path's API, whether raised by jaxserve, by pydantic, by the router, or by a bug.
+"""Write every error in the form of the path's API, whether jaxserve, pydantic, the router or a bug raised it.
 
-Also used outside the router (middleware) and for streams that have begun.
-
-The API families: how each writes errors and ends a stream. The path of a request decides its family.
+The path of a request decides its API family. `ApiFamily` is one table for all APIs: how each writes errors, pings a
+stream and ends it. Middleware outside the router uses it too, and so do streams that have begun.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from jaxserve.errors import (
 logger = logging.getLogger(__name__)
 
 NDJSON = b"application/x-ndjson"
-MAX_MESSAGE_CHARS = 1000  # characters; a message may quote the client's input, so never send a large one back
+MAX_MESSAGE_CHARS = 1000  # longest message; it may quote the client's input, so never send a large one back
 ANTHROPIC_PREFIX = "/v1/messages"
 RESPONSES_PREFIX = "/v1/responses"
 OLLAMA_PREFIX = "/api/"
@@ -44,13 +43,15 @@ OLLAMA_PREFIX = "/api/"
 
 @dataclass(frozen=True)
 class ApiFamily:
-    """The form of errors and streams.
+    """The form of an API's errors and streams.
 
-    status: HTTP status of an error. body: its JSON, given the error and the request's id
+    status: returns the HTTP status of an error
+    body: returns the JSON of an error, given the error and the request's id
     error_name: name of a stream's error event; empty: events have no names
-    done: the end of a stream. ping: sent while a stream has no events; empty: no pings
-    content_type: of a stream. Server-sent events, or a JSON object a line
-    event_body: the data of an error event, if it is not the body
+    done: the end of a stream
+    ping: sent while a stream has no events; empty: no pings
+    content_type: of a stream: server-sent events, or one JSON object a line
+    event_body: returns the data of an error event; None: `body` does
     """
 
     status: Callable[[HTTPError], int]
@@ -95,7 +96,7 @@ _ANTHROPIC_TYPES = {
 
 
 def _anthropic_status(error: HTTPError) -> int:
-    """Return 529 for a full queue: agents send such a request again, and end at a 429 of some kinds."""
+    """Return 529 for a full queue. Agents send such a request again, but give up after some kinds of 429."""
     return 529 if isinstance(error, QueueFullError) else error.status
 
 
@@ -118,12 +119,12 @@ _RESPONSES_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}
 
 
 def _responses_status(error: HTTPError) -> int:
-    """Return 503 for a full queue: Codex sends such a request again, and ends at a 429."""
+    """Return 503 for a full queue. Codex sends such a request again, but gives up after a 429."""
     return 503 if isinstance(error, QueueFullError) else error.status
 
 
 def _responses_body(error: HTTPError, request_id: str) -> dict[str, Any]:
-    """Return OpenAI's body. What is common with chat names its fields: those of Responses have other names."""
+    """Return OpenAI's body, with the fields of chat renamed to the fields of Responses."""
     inner = _openai_body(error, request_id)["error"]
     return {"error": inner | {"param": _RESPONSES_PARAMS.get(inner["param"], inner["param"])}}
 
@@ -138,17 +139,22 @@ def _ollama_body(error: HTTPError, request_id: str) -> dict[str, Any]:
     return {"error": _naming(error)}
 
 
-_COMMENT = b": ping\n\n"  # which every reader of server-sent events skips
+_COMMENT = b": ping\n\n"  # every reader of server-sent events skips a comment
 OPENAI = ApiFamily(lambda error: error.status, _openai_body, done=b"data: [DONE]\n\n", ping=_COMMENT)
 ANTHROPIC = ApiFamily(
     _anthropic_status, _anthropic_body, error_name="error", ping=b'event: ping\ndata: {"type":"ping"}\n\n'
 )
 RESPONSES = ApiFamily(
-    *(_responses_status, _responses_body, "error"), done=OPENAI.done, ping=_COMMENT, event_body=_responses_event
+    _responses_status,
+    _responses_body,
+    error_name="error",
+    done=OPENAI.done,
+    ping=_COMMENT,
+    event_body=_responses_event,
 )
 OLLAMA = ApiFamily(lambda error: error.status, _ollama_body, content_type=NDJSON)
 
-# /api/v1 is what an OpenAI client with a wrong base URL asks for
+# an OpenAI client with a wrong base URL asks for paths below /api/v1
 _BY_PREFIX = {ANTHROPIC_PREFIX: ANTHROPIC, RESPONSES_PREFIX: RESPONSES, "/api/v1/": OPENAI, OLLAMA_PREFIX: OLLAMA}
 
 
@@ -162,7 +168,7 @@ class MethodNotAllowedError(RequestError):
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected before the response was complete. Nothing more is sent; the log shows status 499."""
+    """The client disconnected before the response was complete. Nothing more is sent, and the log shows status 499."""
 
 
 _FAILS_AGAIN = frozenset({400, 401, 403, 404, 405, 413, 415})
@@ -171,10 +177,11 @@ _FAILS_AGAIN = frozenset({400, 401, 403, 404, 405, 413, 415})
 def error_response(error: HTTPError, scope: Scope) -> Response:
     """Build the response of an error in the form of the path's API.
 
-    `Retry-After` is in whole seconds, rounded up. `x-should-retry: false` tells the SDKs of OpenAI and Anthropic, and
-    so the agents on them, that the same request would fail again.
+    `Retry-After` is in whole seconds, rounded up. `x-should-retry: false` tells the SDKs of OpenAI and Anthropic that
+    the same request would fail again.
     """
-    family, request_id = family_of(scope["path"]), scope.get("state", {}).get("request_id", "")
+    family = family_of(scope["path"])
+    request_id = scope.get("state", {}).get("request_id", "")
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, -int(-error.retry_after // 1)))
@@ -205,8 +212,8 @@ MAX_NAME = 80  # characters of a field name from the body that an error repeats
 def from_validation(error: ValidationError, root: Any) -> RequestError:
     """Build one error for a body that failed validation.
 
-    `root` is the parsed body. Walking it distinguishes field names from names of union branches. If a union gives
-    several errors, the deepest is used; equally deep ones are joined.
+    `root` is the parsed body. Walking it tells field names from names of union branches. If a union gives several
+    errors, the deepest is used; equally deep errors are joined.
     """
     details = error.errors(include_url=False, include_context=False, include_input=False)
     found = [(_path(detail, root), detail) for detail in details]
@@ -290,7 +297,7 @@ MAX_SEGMENTS = 12  # segments of a path that is compared with the routes
 def _nearest_path(request: Request) -> str | None:
     """Return the known path that is a suffix of this one, with or without /v1: a client's base URL may be wrong.
 
-    A path below one of Anthropic's routes has none of another API: /v1/messages/batches is not /v1/batches.
+    A path below a route of Anthropic never suggests a route of another API: /v1/messages/batches is not /v1/batches.
     """
     segments = request.url.path.split("/")[1:]
     if len(segments) > MAX_SEGMENTS:

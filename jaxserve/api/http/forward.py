@@ -1,9 +1,8 @@
-"""Forward a request to another process of this server over its Unix socket, and its answer back, as bytes.
+"""Forward a request to another process of this server over its Unix socket, and the answer back, as bytes.
 
-Forward what only the main process can answer, from a worker to the main process's Unix socket.
-
-Most requests are known by their path. A request that continues a session, or has a thread of Messages, is known after
-its body has been read; it is forwarded with that body.
+A worker uses this for requests that only the main process can answer (`ForwardToMain`). It knows most of them by their
+path. It knows a request that continues a session, or that has a thread of Messages, once the body has been read, and
+forwards it with that body.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxserve.errors import NotReadyError
 
 PIECE_BYTES = 64 * 1024
 
-# of one connection, not of the request or the answer; uvicorn writes its own date
+# headers of one connection, not of the request or the answer; uvicorn writes its own date
 _NOT_FORWARDED = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade", b"expect", b"date"}
 )
@@ -46,7 +45,8 @@ class PeerEndedError(Exception):
 async def forward(socket_path: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
     """Forward one request; return when the answer is sent or the client has disconnected, which ends the request.
 
-    body: if it has been read. Raises PeerEndedError, and what `receive` raises.
+    body: the body if it has been read; None: read it from `receive`
+    Raises PeerEndedError, and the errors of `receive`.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.setblocking(False)
@@ -58,7 +58,11 @@ async def forward(socket_path: str, scope: Scope, receive: Receive, send: Send, 
 
 
 async def _exchange(connection: socket.socket, scope: Scope, receive: Receive, send: Send, body: bytes | None) -> None:
-    """A plain socket, since a stream of asyncio drops what it could still read once a write fails."""
+    """Send the request and its answer at the same time.
+
+    The connection is a plain socket, because a stream of asyncio drops bytes that it could still read once a write
+    fails.
+    """
     answer = asyncio.ensure_future(_answer(connection, send, has_body=scope["method"] != "HEAD"))
     upload = asyncio.ensure_future(_upload(connection, scope, receive, body))
     try:
@@ -89,7 +93,7 @@ async def _upload(connection: socket.socket, scope: Scope, receive: Receive, bod
 
 
 class _DisconnectedError(Exception):
-    """The client has left in the middle of its body."""
+    """The client disconnected in the middle of its body."""
 
 
 async def _once(body: bytes) -> AsyncIterator[bytes]:
@@ -108,7 +112,7 @@ async def _parts(receive: Receive) -> AsyncIterator[bytes]:
 
 
 def _head(scope: Scope, *, chunked: bool, length: int | None) -> bytes:
-    """Return the request line and the headers. length: of a body that has been read"""
+    """Return the request line and the headers. length: bytes of a body that has been read"""
     headers = _forwarded(scope["headers"])
     if length is not None:
         headers = [each for each in headers if each[0] != b"content-length"]
@@ -127,7 +131,7 @@ def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 @dataclass
 class _Response:
-    """What httptools has parsed. parts: pieces of the body that have not been sent yet"""
+    """The answer as far as httptools has parsed it. parts: pieces of the body that have not been sent yet"""
 
     headers: Headers = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
@@ -150,9 +154,10 @@ class _Response:
 async def _answer(connection: socket.socket, send: Send, *, has_body: bool) -> None:
     """Send the answer to the client. Raises PeerEndedError if the process ends in the middle of it.
 
-    has_body: whether one follows the headers
+    has_body: whether a body follows the headers
     """
-    response, started = _Response(), False
+    response = _Response()
+    started = False
     parser = httptools.HttpResponseParser(response)
     while not response.complete:
         data = await _read(connection)
@@ -171,21 +176,21 @@ async def _answer(connection: socket.socket, send: Send, *, has_body: bool) -> N
 
 
 async def _read(connection: socket.socket) -> bytes:
-    """Return what has arrived; nothing if the process closed the connection or was killed."""
+    """Return the bytes that have arrived; none if the process closed the connection or was killed."""
     try:
         return await asyncio.get_running_loop().sock_recv(connection, PIECE_BYTES)
     except ConnectionError:
         return b""
 
 
-# What a worker answers. /v1/responses reads and writes the store.
+# The paths that a worker answers. /v1/responses reads and writes the store.
 WORKER_PATHS = (GENERATING_PATHS - {"/v1/responses"}) | {
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/messages/count_tokens")
 }
 
 
 class ForwardToMain:
-    """ASGI middleware of a worker, the outermost. main_socket: path of the main process's socket"""
+    """The outermost ASGI middleware of a worker. main_socket: path of the main process's socket"""
 
     def __init__(self, app: ASGIApp, main_socket: str) -> None:
         self.app = app
@@ -202,7 +207,7 @@ class ForwardToMain:
             await self._forward(scope, receive, send, scope["state"]["body"])
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, body: bytes | None) -> None:
-        """body: if it has been read"""
+        """Forward one request. body: the body if it has been read"""
         try:
             await forward(self._main_socket, scope, receive, send, body)
         except PeerEndedError as error:

@@ -1,8 +1,8 @@
-"""ASGI middleware: request ids, last-resort errors, API keys, readiness, limits on bodies.
+"""Check every request before its route: request ids, last-resort errors, API keys, readiness, limits on bodies.
 
-BaseHTTPMiddleware is not used: it triples the cost of every streamed chunk.
-
-The files of the page for browsers. They are open: the page asks for the API key itself.
+The tables of paths say which routes are open, are for the admin, generate, or take uploads. The files of the page for
+browsers are open, because the page asks for the API key itself. BaseHTTPMiddleware is not used: it triples the cost of
+every streamed chunk.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ GENERATING_PATHS = frozenset(
         "/v1/decisions",
     }
 )
-UPLOAD_PATHS = ("/v1/files", "/files", WEIGHTS_UPLOAD)  # have their own, larger limit
+UPLOAD_PATHS = ("/v1/files", "/files", WEIGHTS_UPLOAD)  # their limit is their own, and larger
 
 SLOWEST_BYTES = 10_000.0  # bytes per second that a slow client's body must reach
 
@@ -70,9 +70,9 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Outermost layer: give each request an id, count it, log it, and answer 500 for an uncaught exception.
+    """Give each request an id, count it, log it, and answer 500 for an uncaught exception. The outermost layer.
 
-    A slash at the end of a path is ignored, and HEAD is answered as GET: the connection leaves out the body.
+    A slash at the end of a path is ignored. HEAD is answered as GET, and the connection leaves out the body.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing, log_requests: bool = False) -> None:
@@ -89,8 +89,9 @@ class RequestContext:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state.setdefault("send_body", send)  # the connection sets it; another ASGI server does not
-        status, counts = 0, True
-        is_anthropic = scope["path"].startswith(ANTHROPIC_PREFIX)  # its clients read another header
+        status = 0
+        counts = True
+        is_anthropic = scope["path"].startswith(ANTHROPIC_PREFIX)  # Anthropic's clients read another header
 
         async def tagged(message: Message) -> None:
             """Add the request id and the processing time to the headers, and note the status."""
@@ -113,7 +114,7 @@ class RequestContext:
                 except ClientDisconnected:
                     status = status or 499
                 except NeedsMainProcessError:
-                    counts = False  # the process that answers it counts it
+                    counts = False  # the process that answers the request counts it
                     raise
                 except Exception as error:
                     http_error = as_http_error(error)
@@ -130,7 +131,7 @@ class RequestContext:
 
 
 def _routed(scope: Scope) -> Scope:
-    """Return the scope by which a route is chosen."""
+    """Return the scope that the router reads: HEAD as GET, and no slash at the end of the path."""
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     if scope["path"] == "/" or not scope["path"].endswith("/"):
         return scope if method == scope["method"] else {**scope, "method": method}
@@ -144,7 +145,7 @@ def _request_id(scope: Scope) -> str:
 
 
 class Authentication:
-    """Check bearer keys. The admin key opens every route; without one, the admin routes are off.
+    """Check bearer keys. The admin key opens every route. Without an admin key, the admin routes are off.
 
     With `server.keys`, each key may also abort its own requests by id.
     """
@@ -165,7 +166,8 @@ class Authentication:
 
     def _caller(self, scope: Scope) -> Caller:
         """Return the caller of a request. Raises HTTPError if its key does not open the path."""
-        path, keys = scope["path"], self._keys
+        path = scope["path"]
+        keys = self._keys
         is_admin = path in self._admin_paths
         if not is_admin and path in self._open:
             return DEFAULT_CALLER
@@ -195,11 +197,11 @@ def _unknown_key(kind: str, *, given: bool) -> AuthenticationError:
 class ReadinessGate:
     """Answer 503 with Retry-After while the engine loads or drains, and 429 while its queue is full.
 
-    The queue is checked before the body is read, so a refusal takes 0.2 ms instead of 1 ms. Under overload most
+    The queue is checked before the body is read, so that a refusal takes 0.2 ms instead of 1 ms. Under overload most
     requests are refused.
 
-    prepare: awaited before each request; loads what all requests need, at the first one
-    usage_of: returns the usage of an API key, whose limits are checked here too; None: it has none
+    prepare: awaited before each request; at the first request it loads the chat template
+    usage_of: returns the usage of an API key, whose limits are checked here too; None: the key has no usage
     """
 
     def __init__(
@@ -238,12 +240,12 @@ class ReadinessGate:
 
 
 class BodyLimit:
-    """Refuse bodies: 413 over the size limit, 408 if too slow, 429 if all bodies in memory exceed their limit, 415 if
-    compressed.
+    """Refuse a body with 413 over the size limit, 408 if it is slow, 415 if it is compressed.
 
-    A body that announces its length is refused at once, any other while it arrives.
+    A body is refused with 429 if all bodies in memory together exceed their limit. A body that announces its length is
+    refused at once, any other body while it arrives. Uploads have their own size limit.
 
-    timeout: seconds for a body, plus one second for each SLOWEST_BYTES of it. Uploads have their own size limit.
+    timeout: seconds for a body, plus one second for each SLOWEST_BYTES of it
     """
 
     def __init__(self, app: ASGIApp, limits: Callable[[], BodyLimits], held: BodySum, timeout: float) -> None:
@@ -302,7 +304,7 @@ class _LimitedBody:
         return message
 
     def forget(self) -> None:
-        """Release the bytes of the body: the request has ended."""
+        """Release the bytes of the body, because the request has ended."""
         if self._limits is not None:
             self._sum.add(-self._received)
 

@@ -1,9 +1,8 @@
-"""Write server-sent events straight to ASGI, one `send` per event; cancel work when the client disconnects.
+"""Write server-sent events straight to ASGI, one `send` per event, and cancel work when the client disconnects.
 
-Routes make the bytes of each event. This file writes only error events, pings and the end of the
-stream (`data: [DONE]` or what the family of the path has, see api/http/errors.py).
-
-An answer of another process on its way to the client, and its end if that process ends before.
+Routes make the bytes of each event. This file writes only error events, pings and the end of the stream, in the form
+of the path's API family (errors.py). `BegunAnswer` passes on the answer of another process, and ends it if that process
+ends before.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxserve.errors import HTTPError
 
 T = TypeVar("T")
 
-START_SECONDS = 1.0  # a stream begins after this time, with or without an event: proxies give up on silent servers
+START_SECONDS = 1.0  # a stream begins after this time even without an event: proxies give up on silent servers
 
 HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -41,7 +40,7 @@ def named_event(name: str, data: bytes) -> bytes:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it if the client disconnects. Raises ClientDisconnected in that case."""
+    """Await `work`. If the client disconnects, cancel it and raise ClientDisconnected."""
     return await _race(work, request.receive)
 
 
@@ -66,11 +65,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Stream `events` (each one whole event) and end them as the API family does.
+    """Stream `events`, each one whole event, and end the stream as the API family does.
 
-    The status line waits START_SECONDS for the first event, so an error within them is an ordinary HTTP error. A later
-    error is sent as an event. While there are no events, the family's ping is sent every `server.ping_interval`
-    seconds. `events` is always closed, which aborts the request behind it.
+    The status line waits START_SECONDS for the first event, so that an error within this time is an ordinary HTTP
+    error. A later error is sent as an event. While there are no events, the family's ping is sent every
+    `server.ping_interval` seconds. `events` is always closed, which aborts the request behind it.
 
     The headers pass through all middleware. The events skip the layers that only look at headers, each of which costs
     0.2 us per event.
@@ -175,18 +174,18 @@ class EventStream(Response):
 
 
 async def _cancelled(future: asyncio.Future[bytes]) -> None:
-    """Cancel a future, and return when it has ended."""
+    """Cancel a future and wait until it has ended."""
     future.cancel()
     await asyncio.gather(future, return_exceptions=True)
 
 
 class BegunAnswer:
-    """Passes on ASGI messages and keeps what the end of a stream needs. The scope's state may have a request_id."""
+    """Pass on ASGI messages, and keep track of how to end their stream. The scope's state may have a request_id."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
-        self._stream_end = b""  # the end of each event; empty: the answer is no stream
+        self._stream_end = b""  # the end of each event; empty: the answer is not a stream
         self._last = b""
         self.has_begun = False
 
@@ -203,9 +202,9 @@ class BegunAnswer:
         await self._send(message)
 
     async def end(self, error: HTTPError) -> bool:
-        """Send the error as the last event of a stream. Returns whether this was possible.
+        """Send the error as the last event of a stream, and return whether this was possible.
 
-        Nothing is sent in the middle of an event or of a whole body: the caller closes the connection then.
+        It is not possible in the middle of an event or of a whole body. The caller then closes the connection.
         """
         if not self._stream_end or (self._last and not self._last.endswith(self._stream_end)):
             return False

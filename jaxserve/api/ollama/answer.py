@@ -1,6 +1,6 @@
-"""Write the answers of Ollama's /api/chat and /api/generate: a JSON object a line, or one object.
+"""Write the answers of Ollama's /api/chat and /api/generate: one JSON object a line, or one object.
 
-Durations are nanoseconds.
+Durations are in nanoseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def timestamp(seconds: float | None = None) -> str:
 
 
 def loaded(kind: Kind, model: str, *, unload: bool) -> Json:
-    """Return the answer to a request without a prompt, by which clients load a model or release it."""
+    """Return the answer to a request without a prompt, which clients send to load a model or to release it."""
     reason = "unload" if unload else "load"
     return _Line(kind, model).of("") | {"done": True, "done_reason": reason}
 
@@ -79,7 +79,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class OllamaAnswer:
-    """The answer to one request. parser: reads its output; None: the output is plain text"""
+    """The answer to one request. parser: reads the output; None: the output is plain text"""
 
     def __init__(
         self, kind: Kind, generation: Generation, parser: ChoiceParser | None, options: OllamaOutput, model: str
@@ -145,8 +145,10 @@ class OllamaAnswer:
         yield from lines
 
     def _write(self, event: Event) -> Json | None:
-        """Return the line for an event. A call is written whole at its end. Ollama's form has no place for arguments
-        that are not an object, as those of a call that was cut: they become text.
+        """Return the line for an event; None if it needs none yet. A call is written whole at its end.
+
+        Ollama's form has no place for arguments that are not an object, for example of a call that was cut. Such a call
+        becomes text.
         """
         match event:
             case ContentDelta(text):
@@ -154,7 +156,8 @@ class OllamaAnswer:
             case ReasoningDelta(text):
                 return self._line.of("", thinking=text)
             case ToolCallStart():
-                self._call, self._arguments = event, []
+                self._call = event
+                self._arguments = []
             case ToolCallDelta(_, text):
                 self._arguments.append(text)
             case ToolCallEnd(index):

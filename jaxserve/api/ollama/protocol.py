@@ -1,7 +1,7 @@
-"""The bodies of Ollama's routes below /api.
+"""Declare the bodies of Ollama's routes below /api.
 
-An unknown option is ignored and logged once, as Ollama does. If a body requires a feature that this server lacks, it
-gets an error that names the field (api/ollama/task.py).
+An unknown option is ignored and logged once, as in Ollama. If a body requires a feature that this server lacks, it gets
+an error that names the field (task.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jaxserve.api.fields import Body, NestedObject
 from jaxserve.api.known_fields import EVERYWHERE, OLLAMA, OLLAMA_OPTIONS
 from jaxserve.api.openai.protocol import Tool
 
-# the version of Ollama whose routes these are: clients compare three plain numbers, and Codex asks for 0.13.4,
-# the first with Responses. 0.14.0 is the first with Messages
+# The version of Ollama that has these routes. Clients compare three plain numbers. Codex asks for 0.13.4, which is the
+# first with Responses; 0.14.0 is the first with Messages.
 API_VERSION = "0.14.0"
 
 KeepAlive = str | Annotated[float, Field(allow_inf_nan=False)]
@@ -64,7 +64,7 @@ class OllamaMessage(NestedObject):
 
 
 class _Generating(Body):
-    """What chat and generate share."""
+    """The fields that chat and generate share."""
 
     known = EVERYWHERE | OLLAMA
 
@@ -117,7 +117,7 @@ class OllamaEmbedRequest(Body):
 
 
 class OllamaEmbeddingsRequest(Body):
-    """The older form, with one text."""
+    """The older form of an embedding request, with one text."""
 
     model: str
     prompt: str

@@ -1,4 +1,4 @@
-"""Ollama's routes below /api: what its clients need of one loaded model.
+"""Serve Ollama's routes below /api for one loaded model.
 
 Routes that fetch, make or remove models answer 501.
 """
@@ -65,13 +65,16 @@ async def generate(request: Request) -> Response:
     served_model(state, body.model)
     if not (body.prompt or body.suffix):
         return json_response(loaded("generate", body.model, unload=body.keep_alive in (0, "0", "0s")))
-    options, prompt, planner = output_options(body), instruction_prompt(body, state), _planner(request, state)
+    options = output_options(body)
+    prompt = instruction_prompt(body, state)
+    planner = _planner(request, state)
     parser: ChoiceParser | None = None
     if isinstance(prompt, TextPrompt):
         generation = await planner.texts([prompt])
     else:
         plan = await planner.chat(prompt)
-        generation, parser = plan.generation, plan.make_parser()
+        generation = plan.generation
+        parser = plan.make_parser()
     answer = OllamaAnswer("generate", generation, parser, options, body.model)
     return await _sent(request, answer, stream=body.stream is not False)
 
@@ -120,7 +123,7 @@ async def _sent(request: Request, answer: OllamaAnswer, *, stream: bool) -> Resp
 
 
 def served_model(state: ServerState, name: str) -> str:
-    """Return the served name, which Ollama's clients may send with `:latest` behind it. Raises ModelNotFoundError."""
+    """Return the served name, to which Ollama's clients may add `:latest`. Raises ModelNotFoundError."""
     return state.check_generates(_plain(name))
 
 
@@ -151,7 +154,7 @@ async def running(request: Request) -> Response:
 
 @router.post("/api/show", **documented(body=ShowRequest, error=OllamaError))
 async def show(request: Request) -> Response:
-    """Show one model: its architecture, its context length and what it can do.
+    """Show one model: its architecture, its context length and its capabilities.
 
     Raises InvalidValueError without a name.
     """
@@ -161,7 +164,9 @@ async def show(request: Request) -> Response:
     if name is None:
         raise InvalidValueError("model is missing.", param="model", code="missing_required_parameter")
     state.check_model(_plain(name))
-    info, model, template = state.engine.info, _models(state)[0], state.chat_template
+    info = state.engine.info
+    model = _models(state)[0]
+    template = state.chat_template
     family = model["details"]["family"]
     return json_response(
         {name: model[name] for name in ("details", "capabilities", "modified_at")}

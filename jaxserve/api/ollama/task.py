@@ -31,7 +31,7 @@ _NATIVE_NAMES = {"seed": "sampling_seed", "repeat_penalty": "repetition_penalty"
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaOutput:
-    """What an answer shows. logprobs: number of most likely tokens; None: no log-probabilities"""
+    """The options of an answer. logprobs: number of most likely tokens to show; None: no log-probabilities"""
 
     logprobs: int | None = None
 
@@ -70,7 +70,7 @@ def instruction_prompt(body: OllamaGenerateRequest, state: ServerState) -> ChatP
 
 
 def output_options(body: OllamaChatRequest | OllamaGenerateRequest) -> OllamaOutput:
-    """Return what the answer has besides text. Raises InvalidValueError if top_logprobs comes without logprobs."""
+    """Return the options of the answer. Raises InvalidValueError if top_logprobs is given without logprobs."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidValueError("top_logprobs needs logprobs: true.", param="top_logprobs")
     return OllamaOutput(logprobs=(body.top_logprobs or 0) if body.logprobs else None)
@@ -108,7 +108,8 @@ def _thinking(wish: bool | str | None) -> dict[str, Any]:
 
 
 def _sampling(body: OllamaChatRequest | OllamaGenerateRequest, state: ServerState) -> SamplingParams:
-    info, given = state.engine.info, dict(body.options or OllamaOptions.model_construct())
+    info = state.engine.info
+    given = dict(body.options or OllamaOptions.model_construct())
     limit = given["num_predict"] or 0
     renamed = {_NATIVE_NAMES.get(name, name): value for name, value in given.items()}
     wanted = {name: value for name, value in renamed.items() if name in NativeSampling.model_fields}
@@ -136,7 +137,7 @@ def _refuse(value: object, param: str, reason: str) -> None:
 
 
 def template_messages(messages: Sequence[OllamaMessage], *, system_in_middle: bool) -> list[dict[str, Any]]:
-    """Return the messages as chat templates read them. A call or result without an id gets the next in order."""
+    """Return the messages as chat templates read them. A call or result without an id gets the next id in order."""
     found = [_template_message(message, number) for number, message in enumerate(messages)]
     return found if system_in_middle else in_place(found)
 

@@ -1,6 +1,7 @@
-"""Turn RequestOutputs into the answers of /v1/chat/completions and /v1/completions, streamed or whole.
+"""Write the answers of /v1/chat/completions and /v1/completions, streamed or as one object.
 
-One function makes the deltas of a choice. An unstreamed answer joins those deltas, so both forms are equal.
+One function makes the deltas of a choice. An unstreamed answer joins these deltas, so both forms are equal. The chat
+answer comes first, then the completion answer; each has its choices, the joining of their deltas, and the answer.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class _Choice:
     index: int
     parser: ChoiceParser
     begun: bool = False
-    custom: set[int] = field(default_factory=set)  # indices of the calls of custom tools
-    arguments: list[str] = field(default_factory=list)  # texts of the last call
+    custom: set[int] = field(default_factory=set)  # indices of calls of custom tools
+    arguments: list[str] = field(default_factory=list)  # argument texts of the last call
     held_reasoning: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of content tokens that no chunk has carried yet
-    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens without an event since content
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # content tokens that are in no chunk yet
+    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # tokens since the content without an event
     in_content: bool = True  # the last event was content; at the start it may become content
     token_ids: list[int] = field(default_factory=list)
 
@@ -57,7 +58,7 @@ class ChatChoices:
     """The choices of one conversation.
 
     complete: every choice has ended. A choice may end before its engine output does.
-    about_prompt: vLLM's prompt fields beside the choices, set with the first chunk; else empty
+    about_prompt: vLLM's prompt fields beside the choices, set with the first chunk; otherwise empty
     """
 
     def __init__(self, plan: ChatPlan, options: ChatOptions, texts: TokenTexts) -> None:
@@ -78,7 +79,8 @@ class ChatChoices:
 
     def take_about_prompt(self) -> dict[str, Any]:
         """Return `about_prompt` and clear it: only one chunk of a stream carries it."""
-        found, self.about_prompt = self.about_prompt, {}
+        found = self.about_prompt
+        self.about_prompt = {}
         return found
 
     def chunks(self, output: RequestOutput) -> list[Chunk]:
@@ -110,7 +112,7 @@ class ChatChoices:
         return choice
 
     def _describe_prompt_tokens(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        """Add the prompt's log-probabilities once. The first output of a request whose thinking ended has none."""
+        """Add the prompt's log-probabilities once. If a thinking budget ended, the first output has none."""
         self._awaits_prompt_logprobs = False
         found = prompt_logprobs(entries, self._output.prompt_logprobs or 0, self._texts)
         self.about_prompt = self.about_prompt | {"prompt_logprobs": found}
@@ -124,7 +126,7 @@ class ChatChoices:
         return found
 
     def _collect(self, choice: _Choice, events: list[Event], output: RequestOutput) -> None:
-        """Keep what the next chunk shows beside its delta."""
+        """Keep the ids and log-probabilities that the next chunk shows beside its delta."""
         if self._extra_fields.wanted:
             self._extra_fields.note(0, output)
         if self._output.logprobs is not None:
@@ -133,8 +135,9 @@ class ChatChoices:
             choice.token_ids += output.token_ids
 
     def _collect_logprobs(self, choice: _Choice, events: list[Event], output: RequestOutput) -> None:
-        """Keep the entries of the content's tokens: their texts join to it, as far as tokens end where it does."""
-        was_content, has_content = choice.in_content, False
+        """Keep the entries of the content's tokens. Their texts join to the content if tokens end where it ends."""
+        was_content = choice.in_content
+        has_content = False
         for event in events:
             if isinstance(event, ContentDelta):
                 choice.in_content = has_content = True
@@ -231,11 +234,13 @@ class ChatChoices:
             choice.held_reasoning = ""
         chunk: Chunk = {"index": choice.index, "delta": reasoning | delta, "logprobs": None, "finish_reason": None}
         if choice.logprobs:
-            watched, top = self._plan.prompt.params.extras.logprob_token_ids, self._output.logprobs or 0
+            watched = self._plan.prompt.params.extras.logprob_token_ids
+            top = self._output.logprobs or 0
             chunk["logprobs"] = chat_logprobs(choice.logprobs, top, self._texts, self._output.tokens_as_ids, watched)
             choice.logprobs = []
         if self._output.token_ids:
-            chunk["token_ids"], choice.token_ids = choice.token_ids, []
+            chunk["token_ids"] = choice.token_ids
+            choice.token_ids = []
         return chunk
 
     def _last(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
@@ -256,7 +261,7 @@ class ChatChoices:
 
 
 def _cuts_call(choice: _Choice, output: RequestOutput) -> bool:
-    """Return whether a stop string ended the output in the arguments of a function: such a call cannot be run."""
+    """Return whether a stop string ended the output in the arguments of a function. Such a call cannot be run."""
     if not isinstance(output.matched_stop, str) or choice.parser.num_calls - 1 in choice.custom:
         return False
     return not is_object("".join(choice.arguments))
@@ -268,9 +273,9 @@ class JoinedMessage:
     def __init__(self, index: int) -> None:
         self._message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
         self._choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, "token_ids": None}
-        self._texts: dict[str, list[str]] = {}  # of the message, by key
+        self._texts: dict[str, list[str]] = {}  # texts of the message, by key
         self._function_call: dict[str, list[str]] = {}
-        # values known at once, texts that grow
+        # of each call: the values that are known at once, and the texts that grow
         self._calls: list[tuple[dict[str, Any], dict[str, dict[str, list[str]]]]] = []
         self._logprobs: list[Any] = []
         self._token_ids: list[int] = []
@@ -401,11 +406,12 @@ class CompletionChoices:
         self._tokenizer = state.engine.tokenizer
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
-        extras, request_id = self._output.extras, generation.options.request_id
+        extras = self._output.extras
+        request_id = generation.options.request_id
         self._extra_fields = ExtraFieldWriter(extras, request_id, scoring=options.scoring)
 
     def delta(self, number: int, output: RequestOutput) -> dict[str, Any]:
-        """Return what `output` of prompt `number` adds to its choice."""
+        """Return the delta that `output` of prompt `number` adds to its choice."""
         index = number * self._options.made + output.index
         first = index not in self._begun
         self._begun.add(index)
@@ -420,7 +426,9 @@ class CompletionChoices:
         return choice | self._extras(number, output, first)
 
     def _take_logprobs(self, index: int, number: int, output: RequestOutput, first: bool) -> dict[str, Any]:
-        shown, scoring, prompt = self._output, self._options.scoring, self._prompts[number]
+        shown = self._output
+        scoring = self._options.scoring
+        prompt = self._prompts[number]
         if index not in self._logprobs:
             watched = prompt.params.extras.logprob_token_ids
             self._logprobs[index] = CompletionLogprobs(
@@ -449,7 +457,9 @@ class CompletionChoices:
         return finish_fields(output, self._prompts[number].params.stop_token_ids)
 
     def _extras(self, number: int, output: RequestOutput, first: bool) -> dict[str, Any]:
-        shown, prompt, ended = self._output, self._prompts[number], output.finish_reason is not None
+        shown = self._output
+        prompt = self._prompts[number]
+        ended = output.finish_reason is not None
         extras: dict[str, Any] = {}
         if shown.token_ids:
             extras["token_ids"] = [] if self._options.scoring else output.token_ids
@@ -469,7 +479,7 @@ class CompletionChoices:
 
 
 def _without_watched(entry: TokenLogprobs | None) -> TokenLogprobs | None:
-    """Drop the log-probabilities of requested ids: for the prompt, only its most likely tokens are shown."""
+    """Return the entry without the log-probabilities of requested ids, which are not shown for the prompt."""
     return msgspec.structs.replace(entry, watched=[]) if entry is not None and entry.watched else entry
 
 
@@ -546,16 +556,17 @@ class CompletionAnswer:
         }
 
     def _cut_usage(self) -> None:
-        """With max_tokens 0, leave the one token that the engine always samples out of the usage."""
+        """Leave the one token that the engine always samples out of the usage if max_tokens is 0."""
         if self._options.scoring:
             self._generation.usage.completion_tokens = 0
 
     def _best(self, choices: list[dict[str, Any]], scores: dict[int, list[float]]) -> list[dict[str, Any]]:
-        """Return, per prompt, the n of best_of choices with the highest mean log-probability, renumbered.
+        """Return the n of best_of choices of each prompt with the highest mean log-probability, renumbered.
 
-        Of a beam search, the first ones.
+        A beam search returns its choices best first, so these are its first n choices.
         """
-        n, made = self._options.num_choices, self._options.made
+        n = self._options.num_choices
+        made = self._options.made
         if made <= n:
             return choices
         kept = []
@@ -572,7 +583,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _says_something(delta: dict[str, Any]) -> bool:
-    """Return False for a token whose text is held back (part of a character or of a stop string)."""
+    """Return False if the token's text is held back because it is part of a character or of a stop string."""
     tokens = delta["logprobs"]["tokens"] if delta["logprobs"] is not None else delta.get("token_ids")
     about_prompt = "prompt_logprobs" in delta or "prompt_token_ids" in delta
     return bool(delta["text"] or tokens or delta["finish_reason"] or about_prompt)

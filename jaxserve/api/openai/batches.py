@@ -1,4 +1,4 @@
-"""OpenAI's Batch object and its routes: create, list, retrieve, cancel."""
+"""Serve OpenAI's batches: create, list, retrieve, cancel. Declare the Batch object and build it from a record."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class OutputExpiresAfter(NestedObject):
-    """Counted from the creation of the output file, not of the batch."""
+    """The lifetime of the output file. It begins when the output file is created, not when the batch is."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)
@@ -137,7 +137,7 @@ def new_batch(body: CreateBatchRequest, owner: str = "") -> NewBatch:
 
 
 def batch_object(batch: BatchRecord, pause: BatchError | None = None) -> dict[str, Any]:
-    """Build the Batch object. pause: the error that delays the batch now; shown in `errors` meanwhile."""
+    """Build the Batch object. pause: the error that delays the batch now, which `errors` then shows"""
     usage = batch.usage
     errors = [
         {"code": error.code, "message": error.message, "param": error.param, "line": error.line}
@@ -196,7 +196,7 @@ async def create_batch(request: Request) -> Response:
 
 
 def _idempotency(request: Request, new: NewBatch) -> tuple[str, bytes] | None:
-    """Return the client's key and a digest of its request. (Keys of different owners are independent.)"""
+    """Return the client's Idempotency-Key and a digest of its request. The keys of different owners are independent."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -231,5 +231,5 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
         return json_response(batch_object(await batch_runner(request).cancel(batch_id, caller_of(request).sees)))
     except ConflictError as error:
         response = error_response(error, request.scope)
-        response.headers["x-should-retry"] = "false"  # clients would retry a 409, and this one is final
+        response.headers["x-should-retry"] = "false"  # clients would retry a 409, but this one is final
         return response

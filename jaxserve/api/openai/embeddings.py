@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: from an encoder, or from the last token's hidden state of a decoder."""
+"""Serve POST /v1/embeddings, from an encoder or from the hidden state of a decoder's last token."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def create_embedding(request: Request) -> Response:
 
 
 async def embed(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
-    """Return the answer to `body` in OpenAI's form; its vectors are JSON already. Raises a RequestError."""
+    """Return the answer to `body` in OpenAI's form, with vectors that are JSON already. Raises a RequestError."""
     state = server_state(request)
     model = state.check_model(body.model)
     if state.engine.info.task == "classify":
@@ -89,7 +89,7 @@ async def embed(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
     tasks = [PromptTask(await whole_text(text, how, state), EMBED) for text in texts]
     request_id = new_id("embd", body.request_id or body.rid)
     options = RequestOptions(request_id=request_id, priority=body.priority or 0, cache_salt=body.cache_salt or "")
-    at_once = 2 * state.engine.info.max_num_seqs  # those of a step, and those that wait for the next one
+    at_once = 2 * state.engine.info.max_num_seqs  # the texts of a step, and the texts that wait for the next step
     generation = Generation(state, options, tasks, caller_of(request), at_once=at_once)
     return await until_disconnect(request, _answer(body, model, generation))
 
@@ -109,7 +109,7 @@ async def _answer(body: EmbeddingRequest, model: str, generation: Generation) ->
     for number, raw in enumerate(await embeddings(generation)):
         vector = _encoded(raw, body, generation.state)
         data.append({"object": "embedding", "index": number, "embedding": vector})
-        await asyncio.sleep(0)  # a vector of 4,096 numbers takes 0.1 ms
+        await asyncio.sleep(0)  # encoding a vector of 4,096 values takes 0.1 ms
     tokens = generation.usage.prompt_tokens
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": model, "usage": usage}

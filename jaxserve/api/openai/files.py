@@ -1,7 +1,7 @@
-"""OpenAI's File object and its routes: upload, list, retrieve, content, delete.
+"""Serve OpenAI's files: upload, list, retrieve, content, delete. Declare the File object and build it from a record.
 
-A server without a store answers the routes of files, batches, stored responses and conversations with 503 and the
-reason.
+A server without a store has `no_store_router` instead: the routes of files, batches, stored responses and conversations
+answer 503 with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_BATCH_FILE_BYTES = 200 * 2**20
 MAX_FILE_BYTES = 512 * 2**20
 MAX_FILENAME_CHARS = 512
 
-# FastAPI has no model for multipart: the body is read as a stream and documented here.
+# FastAPI has no model for multipart. The body is read as a stream and documented here.
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -118,7 +118,7 @@ def size_limit(purpose: str | None) -> int:
 
 
 def expiry_seconds(fields: UploadFields) -> int | None:
-    """Return the lifetime of a file: as requested, else 30 days for batch files and no end for others."""
+    """Return the lifetime of a file in seconds: as requested, else 30 days for batch files; None: no end."""
     return MAX_EXPIRY_SECONDS if fields.seconds is None and fields.purpose == "batch" else fields.seconds
 
 
@@ -149,7 +149,7 @@ def list_object(data: list[dict[str, Any]], page: Page[Any]) -> dict[str, Any]:
 
 
 CHUNK_BYTES = 2**20
-# Bytes of a too large body to read and drop: a client that is still sending would not read the answer.
+# bytes of a too large body that are read and dropped, because a client that is still sending does not read the answer
 MAX_DRAINED_BYTES = 2 * MAX_FILE_BYTES
 
 KNOWN_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
@@ -183,8 +183,9 @@ async def upload_file(request: Request) -> Response:
 
 
 async def _receive(request: Request, form: UploadForm, incoming: Upload, work: Waiting) -> None:
-    """Write the body into the upload. The rest of a too large body is dropped. Raises QueueFullError if too much
-    waits.
+    """Write the body into the upload. The rest of a too large body is dropped.
+
+    Raises QueueFullError if too many pieces wait.
     """
     too_large = False
     received = 0
@@ -266,7 +267,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
 
 
 class FileBytes(Response):
-    """Send a stored file from an open file handle, so that deleting it meanwhile does no harm."""
+    """Send a stored file from an open file handle, so that deleting the file during the answer does no harm."""
 
     def __init__(self, record: FileRecord, file: BinaryIO, work: Waiting) -> None:
         self._file = file
@@ -279,7 +280,7 @@ class FileBytes(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file:
-            data = await self._read()  # before the headers: if too much waits, the answer is an error
+            data = await self._read()  # before the headers, so that the answer is an error if too many pieces wait
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -303,7 +304,7 @@ def no_store_router(reason: str) -> APIRouter:
     router = APIRouter()
 
     async def refuse() -> Response:
-        """Raises StoreUnavailableError."""
+        """Raise StoreUnavailableError."""
         raise StoreUnavailableError(reason)
 
     for path in _PATHS:

@@ -1,4 +1,4 @@
-"""GET /v1/models and GET /v1/models/{id}, and their objects."""
+"""Serve GET /v1/models and GET /v1/models/{id}, and build their objects."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelList(Answer):
 
 
 def named_object(name: str, created: int) -> dict[str, Any]:
-    """Build the model object of OpenAI and of Anthropic in one, with what is known of a model that is not loaded."""
+    """Build the model object of OpenAI and Anthropic in one, with the fields that are known before the load."""
     return {
         "id": name,
         "object": "model",
@@ -71,7 +71,7 @@ def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
 
 
 def model_list(data: list[dict[str, Any]]) -> dict[str, Any]:
-    """Build the list of OpenAI and of Anthropic in one. data: at least one model object"""
+    """Build the list of OpenAI and Anthropic in one. data: at least one model object"""
     # Codex looks for `models`, its own form of a list. Without entries it keeps its own prompt and settings; an entry
     # that has no prompt would replace them.
     ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/chat/completions and POST /v1/completions."""
+"""Declare the bodies of POST /v1/chat/completions and POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Role = Annotated[
 
 
 class ContentPart(NestedObject):
-    """A part of a message. The model decides which types are accepted; text always is."""
+    """A part of a message. The model decides which types it accepts; it always accepts text."""
 
     known = CHAT_PART
 

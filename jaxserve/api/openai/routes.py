@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and POST /v1/completions."""
+"""Serve POST /v1/chat/completions and POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _prompt_texts(task: CompletionTask, planned: list[PromptTask], state: Server
 
 
 def _prompt_text(asked: TextPrompt, planned: PromptTask, state: ServerState) -> str:
-    """Return the text as it was sent, or decoded from ids."""
+    """Return the prompt's text: as it was sent, or decoded from its token ids."""
     if isinstance(asked.content, str) and asked.truncation.keep is None and asked.mode.session is None:
         return asked.content
     skip = asked.sampling.skip_special_tokens

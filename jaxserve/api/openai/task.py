@@ -1,4 +1,4 @@
-"""Read a task from the body of /v1/chat/completions or /v1/completions."""
+"""Read a task from the body of /v1/chat/completions or of /v1/completions."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MEDIA_PARTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What the answer to a conversation shows, and in which form.
+    """The options of the answer to a conversation.
 
-    legacy_calls: function_call instead of tool_calls, because the request used functions
-    echo: text of the last message, returned before the output
+    legacy_calls: whether the answer has function_call instead of tool_calls, because the request used functions
+    echo: text of the last message, which the answer returns before the output
     reasoning_fields: names of the reasoning in every message and delta
     """
 
@@ -54,7 +54,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTask:
-    """All that a body of chat/completions asks for."""
+    """The conversation to answer, the name and queueing of the request, and the options of the answer."""
 
     prompt: ChatPrompt
     request: RequestOptions
@@ -116,7 +116,7 @@ def _check(body: ChatCompletionRequest) -> None:
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Check what the types cannot express. Raises a RequestError that names the message."""
+    """Check rules that the types cannot express. Raises a RequestError that names the message."""
     for number, message in enumerate(messages):
         param = f"messages.{number}.content"
         if isinstance(message.content, list):
@@ -146,9 +146,10 @@ def _check_parts(message: ChatMessage, param: str) -> None:
 
 
 def template_messages(messages: Sequence[ChatMessage], *, system_in_middle: bool) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that converts the messages for the chat template: results of calls in the calls' order.
+    """Return a function that converts the messages for the chat template.
 
-    system_in_middle: the template takes system messages after the first one; else see `in_place`
+    The results of calls follow in the calls' order.
+    system_in_middle: whether the template takes system messages after the first one; if not, see `in_place`
     """
 
     def make() -> list[dict[str, Any]]:
@@ -159,11 +160,12 @@ def template_messages(messages: Sequence[ChatMessage], *, system_in_middle: bool
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message whose calls are all of functions, and whose result of a call is a tool's."""
+    """Return a message in which every call is of a function, and every result of a call has the role of a tool."""
     found = message.model_dump(exclude_unset=True)
     if message.role == "system":
         _drop_header(found)
-    calls, older = message.tool_calls, found.pop("function_call", None)
+    calls = message.tool_calls
+    older = found.pop("function_call", None)
     if not calls and message.function_call is not None:  # the older form, without ids
         calls = [ToolCall.model_validate({"id": older["name"], "type": "function", "function": older})]
     if calls:
@@ -224,9 +226,9 @@ def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def _thinking_budget(body: ChatCompletionRequest) -> int | None:
-    """Return the one budget of a body; without reasoning, other servers' budgets mean nothing.
+    """Return the one budget of a body in tokens; None if it has none.
 
-    Raises InvalidValueError if two differ.
+    Without reasoning, the budgets of other servers have no effect. Raises InvalidValueError if two budgets differ.
     """
     given = {"thinking_token_budget": body.thinking_token_budget}
     if body.enable_thinking is not False:
@@ -241,12 +243,12 @@ def _thinking_budget(body: ChatCompletionRequest) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOptions:
-    """What the answer shows, and in which form.
+    """The options of the answer.
 
-    scoring: max_tokens is 0. The engine always samples one token; it is dropped.
-    num_choices: of each prompt in the answer; made: of each prompt in the engine
-    best_first: the choices that are made come best first
-    hides_special: leave special tokens out of the offsets of log-probabilities
+    scoring: whether max_tokens is 0. The engine always samples one token, which is dropped.
+    num_choices: choices of each prompt in the answer. made: choices of each prompt in the engine
+    best_first: whether the engine's choices are ordered, best first
+    hides_special: whether the offsets of log-probabilities leave out special tokens
     """
 
     output: OutputOptions
@@ -260,7 +262,7 @@ class CompletionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionTask:
-    """All that a body of completions asks for."""
+    """The prompts to continue, the name and queueing of the request, and the options of the answer."""
 
     prompts: list[TextPrompt]
     request: RequestOptions

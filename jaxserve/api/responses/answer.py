@@ -1,4 +1,8 @@
-"""Write the answer of /v1/responses: items, streamed as numbered events or whole, from the events of a turn."""
+"""Write the answer of /v1/responses: items, streamed as numbered events or as one object.
+
+`ItemWriter` makes the items from the events of a choice. A `Keeper` stores the response before the client is told of
+its state.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class ItemWriter:
-    """Turn the events of a turn into items. One item is open at a time.
+    """Turn the events of a choice into items. One item is open at a time.
 
     call_names: returns the fields that name a called tool, given the name that the model knows
     encrypt: returns encrypted reasoning; None: reasoning is not encrypted
@@ -42,15 +46,15 @@ class ItemWriter:
     def __init__(
         self, call_names: Callable[[str], dict[str, str]], encrypt: Callable[[str], str] | None = None
     ) -> None:
-        self.items: list[Json] = []  # those that are done
+        self.items: list[Json] = []  # the items that are done
         self._call_names = call_names
         self._encrypt = encrypt
         self._numbers = 0  # events so far
-        self._item: Json | None = None  # the open one
-        self._texts: list[str] = []  # of the open item
-        self._logprobs: list[Json] = []  # likewise
-        self._is_text = False  # the open item is a message
-        self._delta: Json = {}  # what all deltas of the open item have
+        self._item: Json | None = None  # the open item
+        self._texts: list[str] = []  # texts of the open item
+        self._logprobs: list[Json] = []  # log-probabilities of the open item
+        self._is_text = False  # whether the open item is a message
+        self._delta: Json = {}  # fields of every delta of the open item
 
     def event(self, kind: str, **fields: Any) -> Json:
         """Return an event with the next sequence number."""
@@ -61,8 +65,8 @@ class ItemWriter:
     def write(self, events: Sequence[Event], logprobs: list[Json], cut: frozenset[str] = _NOTHING) -> Iterable[Json]:
         """Return the events for `events`.
 
-        logprobs: of the tokens of the text among them. cut: the kinds of item that are not whole if these events end
-        the output in them
+        logprobs: log-probabilities of the tokens of the text among them
+        cut: kinds of item that are not complete if these events end the output in them
         """
         if len(events) == 1 and type(event := events[0]) is ContentDelta and self._is_text and not logprobs:
             return (self._text_delta(event.text),) if event.text else ()  # the common case
@@ -94,7 +98,7 @@ class ItemWriter:
         yield from self.close(cut)
 
     def close(self, cut: frozenset[str] = _NOTHING) -> Iterator[Json]:
-        """Close the open item, if there is one. It is not whole if its kind is in `cut`."""
+        """Close the open item, if there is one. It is not complete if its kind is in `cut`."""
         item = self._item
         if item is None:
             return
@@ -107,7 +111,8 @@ class ItemWriter:
             item["encrypted_content"] = encrypted
         item["status"] = "completed" if is_whole else "incomplete"
         self.items.append(item)
-        self._item, self._is_text = None, False
+        self._item = None
+        self._is_text = False
         yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _call_done(self, item: Json, text: str) -> Iterator[Json]:
@@ -117,7 +122,9 @@ class ItemWriter:
         yield self.event(f"{kind}.done", **self._place(), **named, **{field: text})
 
     def _part_done(self, item: Json, text: str) -> Iterator[Json]:
-        kind, part, place = _PART_EVENTS[item["type"]], self._part(item["type"], text), self._place(content_index=0)
+        kind = _PART_EVENTS[item["type"]]
+        part = self._part(item["type"], text)
+        place = self._place(content_index=0)
         shown = {}
         if item["type"] == "message":
             part["logprobs"] = self._logprobs
@@ -127,7 +134,7 @@ class ItemWriter:
         yield self.event("response.content_part.done", **place, part=part)
 
     def _in_item(self, kind: str) -> Iterator[Json]:
-        """Open a message or a reasoning, unless one is open."""
+        """Open an item of this kind, a message or a reasoning, unless one is open."""
         if self._item is not None and self._item["type"] == kind:
             return
         yield from self.close()
@@ -150,7 +157,8 @@ class ItemWriter:
     def _open(self, kind: str, fields: Json) -> Json:
         item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
         self._item = {"type": kind, "id": item_id, **fields, "status": "in_progress"}
-        self._texts, self._logprobs = [], []
+        self._texts = []
+        self._logprobs = []
         return self.event("response.output_item.added", output_index=len(self.items), item=dict(self._item))
 
     def _text_delta(self, text: str) -> Json:
@@ -185,16 +193,16 @@ Json = dict[str, Any]
 
 
 class Keeper(Protocol):
-    """Keeps a response. Both methods are awaited before the event that tells the client of it."""
+    """Keep a response. Both methods are awaited before the event that tells the client of the response's state."""
 
     async def begin(self) -> None: ...
 
     async def finish(self, response: Json, output_items: list[Json]) -> None:
-        """Called once, unless the answer is not read to its end."""
+        """Store the response that has ended. Called once, unless the answer is not read to its end."""
 
 
 class NoKeeper:
-    """Keeps nothing."""
+    """Keep nothing."""
 
     async def begin(self) -> None: ...
 
@@ -217,8 +225,8 @@ class ResponsesAnswer:
         self._keeper = keeper or NoKeeper()
         self._parser = plan.make_parser()
         self._cached = 0
-        self._entries: list[TokenLogprobs] = []  # of tokens that no delta has carried yet
-        self._after_text = True  # the last event was of the answer's text, or there was none
+        self._entries: list[TokenLogprobs] = []  # log-probabilities of tokens that are in no delta yet
+        self._after_text = True  # whether the last event was text of the answer, or there was none
         encrypt = (lambda text: state.encryption.encrypt(text, model, owner)) if options.encrypts else None
         self._writer = ItemWriter(options.tools.call_names, encrypt)
         self.held_bytes = plan.generation.held_bytes
@@ -230,11 +238,11 @@ class ResponsesAnswer:
                 yield named_event(event["type"], orjson.dumps(event))
 
     def queued(self) -> Json:
-        """Return the response that has not begun."""
+        """Return the response object before the response begins."""
         return self._response("queued")
 
     async def whole(self) -> Json:
-        """Return the response of the unstreamed answer. Raises what the engine raises."""
+        """Return the response object of the unstreamed answer. Raises the engine's errors."""
         last: Json = {}
         async with aclosing(self.events(tells_errors=False)) as events:
             async for event in events:
@@ -242,16 +250,17 @@ class ResponsesAnswer:
         return last["response"]
 
     async def events(self, *, tells_errors: bool = True) -> AsyncGenerator[Json, None]:
-        """Yield the events of the answer; the last one has the final response.
+        """Yield the events of the answer. The last event has the final response.
 
-        The first is sent once the request has been accepted. Raises what the engine raises before that. A later error
+        The first event is sent once the request has been accepted. An engine error before it is raised. A later error
         is an event, unless `tells_errors` is false.
         """
         has_begun = False
         try:
             async with aclosing(self._plan.generation.outputs()) as outputs, admitted(outputs) as first:
                 await self._keeper.begin()
-                begun, has_begun = self._response("in_progress"), tells_errors
+                begun = self._response("in_progress")
+                has_begun = tells_errors
                 for kind in ("response.created", "response.in_progress"):
                     yield self._writer.event(kind, response=begun)
                 output = await first
@@ -292,7 +301,8 @@ class ResponsesAnswer:
         self._entries = entries if self._after_text and not shows else []
         if not shows:
             return []
-        state, top = self._plan.generation.state, self._options.logprobs or 0
+        state = self._plan.generation.state
+        top = self._options.logprobs or 0
         return chat_logprobs(entries, top, state.token_texts, as_ids=False)["content"]
 
     async def _completed(self, last: RequestOutput | None) -> Json:
@@ -332,7 +342,8 @@ class ResponsesAnswer:
         }
 
     def _usage(self) -> Json:
-        usage, page = self._plan.generation.usage, self._plan.generation.state.engine.info.page_size
+        usage = self._plan.generation.usage
+        page = self._plan.generation.state.engine.info.page_size
         read = max(self._cached, usage.cached_tokens)
         written = max(0, usage.prompt_tokens // page * page - read)
         return {
@@ -345,11 +356,11 @@ class ResponsesAnswer:
 
 
 def _cut_by(output: RequestOutput) -> frozenset[str]:
-    """Return the kinds of item that are not whole if `output` ends in them.
+    """Return the kinds of item that are not complete if `output` ends in them.
 
     A stop string ends a text, but cuts a call.
     """
-    if output.finish_reason is None:  # the turn ended before the output, at the end of a call
+    if output.finish_reason is None:  # the choice ended before the output, at the end of a call
         return frozenset()
     if output.finish_reason is not FinishReason.STOP:
         return ITEM_KINDS

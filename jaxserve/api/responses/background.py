@@ -1,8 +1,9 @@
-"""Run background responses: durable in the queue, beside online requests and batches, one task each.
+"""Run background responses beside online requests and batches, each in a task of its own.
 
-They share the window of the batches, so both together use the spare capacity and take turns. Their events are durable
-before clients see them, and a response is stored before its client learns that it has ended. One server owns a store,
-so its memory knows which conversations are in work.
+They share the window of the batches, so that both together use the spare capacity and alternate. A queued response is
+durable, its events are durable before clients see them, and it is stored before its client learns that it has ended.
+`EventLog` and `replayed` write and read the events. `ConversationLocks` lets one response at a time change a
+conversation; it is in memory, because only one server owns a store. `BackgroundRunner` runs the queue.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from jaxserve.store.responses import ResponseStore, Whole
 logger = logging.getLogger(__name__)
 
 FIRST_EVENTS = 2  # response.created and response.queued, logged with the response itself
-GROUP = 256  # events read at once
-MAX_WAITING = 1024  # events that are not durable yet; the response waits if there are more
+GROUP = 256  # events that are read at once
+MAX_WAITING = 1024  # most events that are not durable yet; the response waits if there are more
 
 
 class _EventType(msgspec.Struct):
@@ -55,14 +56,14 @@ event_type = msgspec.json.Decoder(_EventType).decode
 
 
 class Followers:
-    """Wakes those who follow a response whenever it may have changed."""
+    """Wake the readers that follow a response whenever it may have changed."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Event]] = {}
 
     @contextlib.contextmanager
     def following(self, response_id: str) -> Iterator[asyncio.Event]:
-        """Give an event that is set by each `wake` of this response. The caller clears it."""
+        """Yield an event that each `wake` of this response sets. The caller clears it."""
         event = asyncio.Event()
         waiting = self._waiting.setdefault(response_id, set())
         waiting.add(event)
@@ -79,9 +80,9 @@ class Followers:
 
 
 class EventLog:
-    """Writes the events of one response, in groups: all that arrive during one commit share the next.
+    """Write the events of one response in groups: all events that arrive during one commit share the next commit.
 
-    If the disk is full, events wait; none is lost.
+    If the disk is full, events wait and none is lost.
     """
 
     def __init__(self, store: ResponseStore, response_id: str, followers: Followers, pause: StoragePause) -> None:
@@ -94,7 +95,7 @@ class EventLog:
         self._task: asyncio.Task[None] | None = None
 
     async def add(self, event: Json) -> None:
-        """Log an event under the next number; the first events are logged already."""
+        """Log an event under the next number. The first FIRST_EVENTS events are logged already."""
         if event["type"] in ("response.created", "response.queued"):
             return
         self._waiting.append((self._next, orjson.dumps(event | {"sequence_number": self._next})))
@@ -133,7 +134,8 @@ async def replayed(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the JSON of each event whose number is above `after`, and follow the response until it has ended.
 
-    running: ids of the responses whose tasks run. Raises NotFoundError if the response is deleted meanwhile.
+    running: ids of the responses whose tasks run
+    Raises NotFoundError if the response is deleted during this.
     """
     seen = False
     with followers.following(response_id) as changed:
@@ -158,7 +160,7 @@ async def replayed(
 
 
 async def _missing_end(store: ResponseStore, record: ResponseRecord, output: list[bytes]) -> tuple[int, bytes] | None:
-    """Return the final event if it is not in the log: the response was cancelled, or a crash came before the event."""
+    """Return the final event if the log lacks it because the response was cancelled or the server crashed."""
     last = await store.last_event(record.id)
     name = f"response.{record.status}"
     if last is None or event_type(last[1]).type == name:
@@ -174,7 +176,7 @@ def response_object(record: ResponseRecord, output: list[bytes]) -> Json:
 
 
 class StoreKeeper:
-    """Puts one foreground response into the store when it has ended.
+    """Put one foreground response into the store when it has ended.
 
     new: the response before it has run
     release: unlocks its conversation, so that the client can continue it once it has read the final event
@@ -188,7 +190,7 @@ class StoreKeeper:
     async def begin(self) -> None: ...
 
     async def finish(self, response: Json, output_items: list[Json]) -> None:
-        """Raises StorageError if the disk refuses."""
+        """Raise StorageError if the disk refuses."""
         ended = replace(self.new, status=ResponseStatus(response["status"]), body=without_output(response))
         try:
             await self._store.insert(ended, stored_output(output_items))
@@ -207,7 +209,10 @@ class ConversationLocks:
         self._holders: dict[str, str] = {}
 
     def lock(self, conversation_id: str | None, response_id: str) -> Callable[[], None]:
-        """Lock a conversation, if there is one; returns what unlocks it. Raises InvalidValueError if it is locked."""
+        """Lock a conversation, if there is one, and return a function that unlocks it.
+
+        Raises InvalidValueError if it is locked.
+        """
         if conversation_id is None:
             return lambda: None
         if conversation_id in self._holders:
@@ -228,14 +233,14 @@ Json = dict[str, Any]
 
 
 class EventSource(Protocol):
-    """What a response is written from."""
+    """A source of the events of one response."""
 
     def events(self) -> AsyncGenerator[Json, None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StartedResponse:
-    """A background response that is to run now. request: the body of its request without the input"""
+    """A background response that runs next. request: the body of its request without the input"""
 
     record: ResponseRecord
     request: bytes
@@ -247,7 +252,7 @@ MakeAnswer = Callable[[StartedResponse, Keeper], Awaitable[EventSource]]
 
 @dataclass(frozen=True, slots=True)
 class BackgroundSettings:
-    """What all background responses of a server need.
+    """The settings of all background responses of a server.
 
     make_answer: plans a response. ready: returns whether the engine accepts requests now
     """
@@ -262,7 +267,7 @@ class ResponseGoneError(ConflictError):
 
 
 class BackgroundKeeper:
-    """Ends a running response in the store, after its events. A full disk delays that.
+    """End a running response in the store, after its events. A full disk delays the end.
 
     release: unlocks its conversation, so that the client can continue it once it has read the final event
     """
@@ -285,10 +290,12 @@ class BackgroundKeeper:
     async def begin(self) -> None: ...
 
     async def finish(self, response: Json, output_items: list[Json]) -> None:
-        """Raises ResponseGoneError."""
+        """Raise ResponseGoneError."""
         if self._log is not None:
             await self._log.flush()
-        status, body, output = ResponseStatus(response["status"]), without_output(response), stored_output(output_items)
+        status = ResponseStatus(response["status"])
+        body = without_output(response)
+        output = stored_output(output_items)
         while True:
             try:
                 self.is_gone = not await self._store.end(self._id, status, body, output)
@@ -304,7 +311,7 @@ class BackgroundKeeper:
 class BackgroundRunner:
     """Run the background responses of `store`, each in a task of its own.
 
-    window: limits how many run at once; batches share it
+    window: limits how many responses run at once; batches share it
     """
 
     def __init__(
@@ -318,15 +325,15 @@ class BackgroundRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._queued = asyncio.Event()
-        self._is_starting = False  # whether one is taken from the queue, or looked for
+        self._is_starting = False  # whether a task looks for the next response in the queue, or starts it
 
     @property
     def num_running(self) -> int:
-        """How many responses run, and one more if others are queued."""
+        """The number of responses that run, and one more if others are queued."""
         return len(self._running) + (self._is_starting or self._queued.is_set())
 
     async def start(self) -> None:
-        """Decide about the responses that an earlier server left, and run the queue."""
+        """Continue or end the responses that an earlier server left, and run the queue."""
         try:
             await self._store.recover(FIRST_EVENTS)
             for conversation_id, response_id in await self._store.busy_conversations():
@@ -337,7 +344,7 @@ class BackgroundRunner:
         self._spawn(self._run_queue())
 
     async def stop(self) -> None:
-        """Stop every response as it is; the next start decides about it."""
+        """Stop every response. The next start continues or ends it."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -361,19 +368,19 @@ class BackgroundRunner:
         return whole
 
     async def delete(self, response_id: str, owner: str | None) -> None:
-        """Delete a response; one that runs is stopped."""
+        """Delete a response. If it runs, it is stopped."""
         record, _ = await self._store.get(response_id, owner=owner)
         await self._store.delete(response_id, owner=owner)
         self._stop(record)
 
     def events(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the JSON of each event above `after`: those logged, then live ones."""
+        """Yield the JSON of each event above `after`: first the logged events, then the live ones."""
         return replayed(self._store, self._followers, self._running, response_id, after)
 
     def _stop(self, record: ResponseRecord) -> None:
         if (task := self._running.get(record.id)) is not None:
             task.cancel()
-        self._locks.unlock(record.conversation_id, record.id)  # it can add nothing any more
+        self._locks.unlock(record.conversation_id, record.id)  # the response can add nothing any more
         self._followers.wake(record.id)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -451,7 +458,7 @@ class BackgroundRunner:
         """Run a response to its end.
 
         An attempt that fails before the first event with a status of 500 or more is repeated, up to MAX_ATTEMPTS
-        attempts in all. A full queue or an engine that is not ready is waited for and counts as no attempt.
+        attempts in all. While the queue is full or the engine is not ready, the response waits; this is not an attempt.
         """
         attempt = 1
         while True:
@@ -508,9 +515,10 @@ MakeAnswerOf = Callable[[StartedResponse, Keeper, ServerState, StoredResponses],
 def install_responses(app: FastAPI, state: ServerState, batches: BatchRunner, make_answer: MakeAnswerOf) -> None:
     """Create the stored responses of `app`, whose background runs within `responses_running`.
 
-    Background responses share the window of `batches`. make_answer: plans one of them
+    Background responses share the window of `batches`. make_answer: plans the answer of a background response
     """
-    store, locks = batches.store.responses, ConversationLocks()
+    store = batches.store.responses
+    locks = ConversationLocks()
     settings = BackgroundSettings(
         make_answer=lambda started, keeper: make_answer(started, keeper, state, stored),
         ready=lambda: engine_ready(state.engine.check_ready),

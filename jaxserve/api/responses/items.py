@@ -1,4 +1,4 @@
-"""Give items ids and turn them into what the store keeps, and back."""
+"""Give items their ids, and turn them into the form that the store keeps, and back."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def from_text(text: str) -> InputItem:
 
 
 def stored_items(items: Iterable[InputItem]) -> tuple[StoredItem, ...]:
-    """Return items as they were sent, each with an id. One without an id, or with that of an earlier one, gets a new
-    one.
-    """
+    """Return items as they were sent, each with an id. An item without one, or with an earlier one's, gets a new id."""
     seen: set[str] = set()
     found = []
     for item in items:

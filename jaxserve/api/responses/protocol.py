@@ -1,7 +1,7 @@
-"""The bodies and the answers of OpenAI's /v1/responses and /v1/conversations.
+"""Declare the bodies and the answers of OpenAI's /v1/responses and /v1/conversations.
 
-As in api/anthropic/protocol.py, a field or tool of a feature that this server lacks, for example a hosted tool, is
-ignored and logged once. If the request requires the feature, it gets an error that names the field (task.py).
+A field or tool of a feature that this server lacks, for example a hosted tool, is ignored and logged once. If the
+request requires the feature, it gets an error that names the field (task.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ToolText = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ItemPart(NestedObject):
-    """A part of a message, of a reasoning or of a call's output; `type` decides which fields are read."""
+    """A part of a message, of a reasoning or of a call's output. `type` decides which fields are read."""
 
     type: str
     text: str | None = None
@@ -39,7 +39,7 @@ class ItemPart(NestedObject):
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
-        """None: parts carry annotations, images and log-probabilities."""
+        """Return no field: parts carry annotations, images and log-probabilities."""
         return {}
 
 
@@ -47,7 +47,7 @@ ItemParts = Annotated[list[ItemPart], Field(max_length=MAX_ITEM_PARTS)]
 
 
 class InputItem(NestedObject):
-    """An item of a conversation; `type` decides which fields are read, and an item with a role is a message."""
+    """An item of a conversation. `type` decides which fields are read; an item with a role is a message."""
 
     type: str | None = None
     role: Literal["user", "developer", "system", "assistant"] | None = None
@@ -64,7 +64,7 @@ class InputItem(NestedObject):
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
-        """None: items carry a status, a phase, and fields of hosted tools."""
+        """Return no field: items carry a status, a phase, and fields of hosted tools."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's POST /v1/responses and POST /v1/responses/input_tokens.
+"""Serve OpenAI's POST /v1/responses and POST /v1/responses/input_tokens.
 
 A request may continue a chain of stored responses, or a conversation.
 """
@@ -50,7 +50,7 @@ from jaxserve.store.records import History, NewResponse, ResponseStatus, StoredI
 
 @dataclass(frozen=True)
 class OpenedResponse:
-    """A request with all that it continues. Its conversation is locked until `release` is called."""
+    """A request with the history that it continues. Its conversation is locked until `release` is called."""
 
     name: ResponseName
     history: History
@@ -59,14 +59,14 @@ class OpenedResponse:
 
 
 async def open_response(body: ResponsesRequest, caller: Caller, stored: StoredResponses | None) -> OpenedResponse:
-    """Name a response, lock its conversation and read what is before it. Raises a RequestError."""
+    """Name a response, lock its conversation and read its history. Raises a RequestError."""
     keeps = stored is not None and body.store is not False
     if body.background and not keeps:
         raise InvalidValueError("background can only be used when `store` is true", param="background")
     conversation_id = _conversation_id(body)
     if conversation_id is not None and stored is not None and not keeps:
         raise InvalidValueError("conversation can only be used when `store` is true", param="conversation")
-    if conversation_id is not None and stored is not None:  # before its lock: another key's is unknown, not locked
+    if conversation_id is not None and stored is not None:  # before the lock: another key's is unknown, not locked
         await stored.store.get_conversation(conversation_id, owner=caller.sees)
     name = ResponseName(store=keeps, background=bool(body.background), conversation_id=conversation_id)
     release = (lambda: None) if stored is None else stored.locks.lock(conversation_id, name.id)
@@ -79,7 +79,7 @@ async def open_response(body: ResponsesRequest, caller: Caller, stored: StoredRe
 
 
 def _conversation_id(body: ResponsesRequest) -> str | None:
-    """Raises InvalidValueError if the body continues a response as well."""
+    """Return the id of the body's conversation. Raises InvalidValueError if the body continues a response as well."""
     named = body.conversation
     if named is not None and body.previous_response_id is not None:
         message = "previous_response_id and conversation cannot be used together."
@@ -90,8 +90,9 @@ def _conversation_id(body: ResponsesRequest) -> str | None:
 async def read_history(
     body: ResponsesRequest, sees: str | None, stored: StoredResponses | None
 ) -> tuple[History, EarlierItems]:
-    """Return what comes before a body's input, and the items that it refers to. sees: as Caller.sees
+    """Return the history before a body's input, and the items that the input refers to.
 
+    sees: as Caller.sees
     Raises InvalidValueError for an unknown response or item, and NotFoundError for an unknown conversation.
     """
     history = await _history(body, sees, stored)
@@ -102,7 +103,8 @@ async def read_history(
 
 
 async def _history(body: ResponsesRequest, sees: str | None, stored: StoredResponses | None) -> History:
-    previous_id, conversation_id = body.previous_response_id, _conversation_id(body)
+    previous_id = body.previous_response_id
+    conversation_id = _conversation_id(body)
     if previous_id is not None:
         if stored is not None:
             return await stored.store.chain(previous_id, owner=sees)
@@ -138,7 +140,7 @@ async def _referred(
 async def new_response(
     body: ResponsesRequest, opened: OpenedResponse, state: ServerState, caller: Caller
 ) -> NewResponse:
-    """Return the response as it is stored before it has run: its own input, with references replaced."""
+    """Return the response that is stored before it runs: its own input, with references replaced by their items."""
 
     def work() -> tuple[StoredItem, ...]:
         items = [from_text(body.input)] if isinstance(body.input, str) else body.input or []
@@ -167,7 +169,9 @@ router = APIRouter()
 @router.post("/v1/responses", **documented(ResponseAnswer, body=ResponsesRequest, events=ResponseEvent))
 async def create_response(request: Request) -> Response:
     """Answer a conversation in the form of OpenAI's Responses."""
-    state, caller, stored = server_state(request), caller_of(request), stored_responses(request.app)
+    state = server_state(request)
+    caller = caller_of(request)
+    stored = stored_responses(request.app)
     body = await read_body(request, ResponsesRequest)
     opened = await open_response(body, caller, stored)
     with ExitStack() as stack:
@@ -205,7 +209,7 @@ async def answer_responses(
 async def _queue(
     body: ResponsesRequest, answer: ResponsesAnswer, new: NewResponse, stored: StoredResponses
 ) -> dict[str, Any]:
-    """Store a response to run in the background, and return it as it is shown until then.
+    """Store a response that will run in the background, and return the queued response.
 
     Its request is kept without the input, which is stored as items.
     """
@@ -220,8 +224,9 @@ async def _queue(
 async def answer_started(
     started: StartedResponse, keeper: Keeper, state: ServerState, stored: StoredResponses
 ) -> ResponsesAnswer:
-    """Plan a background response that is to run now. Raises a RequestError if it cannot be made any more."""
-    record, size = started.record, len(started.request) + sum(item.size for item in started.input)
+    """Plan a background response that runs next. Raises a RequestError if it cannot be made any more."""
+    record = started.record
+    size = len(started.request) + sum(item.size for item in started.input)
 
     def work() -> ResponsesRequest:
         body = ResponsesRequest.model_validate_json(started.request)
@@ -233,7 +238,7 @@ async def answer_started(
     body = await state.body_work.run(work, size)
     created_at = orjson.loads(record.body)["created_at"]
     name = ResponseName(record.id, created_at, store=True, background=True, conversation_id=record.conversation_id)
-    _, earlier = await read_history(body, None, stored)  # which its key may see was checked when it was queued
+    _, earlier = await read_history(body, None, stored)  # the rights of its key were checked when it was queued
     caller = Caller(record.owner, is_stored=True)
     return await answer_responses(body, state, caller, name, earlier, keeper)
 
@@ -241,7 +246,8 @@ async def answer_started(
 @router.post("/v1/responses/input_tokens", **documented(InputTokens, body=ResponsesRequest))
 async def count_input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation, tools included."""
-    state, caller = server_state(request), caller_of(request)
+    state = server_state(request)
+    caller = caller_of(request)
     body = await read_body(request, ResponsesRequest)
     _, earlier = await read_history(body, caller.sees, stored_responses(request.app))
     messages = await input_messages(body, state, caller.owner, earlier)

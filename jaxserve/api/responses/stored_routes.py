@@ -1,4 +1,4 @@
-"""Stored responses (show, replay, delete, cancel, list the input), and conversations with their items."""
+"""Serve stored responses (show, replay, delete, cancel, list the input), and conversations with their items."""
 
 from __future__ import annotations
 
@@ -63,10 +63,11 @@ async def retrieve_response(
 ) -> Response:
     """Show a response. With `stream`, replay its events after a number and follow it to its end.
 
-    `include` adds encrypted reasoning. What else it names is shown if the request for the response named it.
+    `include` adds encrypted reasoning. Its other parts are shown if the request for the response named them.
     Raises InvalidValueError if its events were never kept, or are not any more.
     """
-    stored, wanted = _stored(request), [*(include or ()), *(more or ())]  # OpenAI's client writes include[]
+    stored = _stored(request)
+    wanted = [*(include or ()), *(more or ())]  # OpenAI's client writes include[]
     record, output = await stored.store.get(response_id, owner=caller_of(request).sees)
     if not stream:
         if starting_after is not None:
@@ -86,7 +87,7 @@ async def retrieve_response(
 
 
 def _encrypted(body: bytes, record: ResponseRecord, state: ServerState) -> bytes:
-    """Return an item of the output, with its reasoning encrypted as well if it is one."""
+    """Return an item of the output. If it is a reasoning, add its text in encrypted form."""
     item = orjson.loads(body)
     if item["type"] != "reasoning" or "encrypted_content" in item:
         return body
@@ -99,7 +100,7 @@ def followed(request: Request, stored: StoredResponses, response_id: str, after:
     """Return the stream of a background response's events that follow the one with the number `after`."""
 
     async def events() -> AsyncGenerator[bytes, None]:
-        yield RESPONSES.ping  # sends the headers before the next event, which may be far
+        yield RESPONSES.ping  # sends the headers before the next event, which may take long
         async with aclosing(stored.background.events(response_id, after)) as found:
             async for body in found:
                 yield named_event(event_type(body).type, body)
@@ -109,14 +110,14 @@ def followed(request: Request, stored: StoredResponses, response_id: str, after:
 
 @router.delete("/v1/responses/{response_id}", **documented(ObjectDeleted))
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Delete a response. One that runs in the background is stopped."""
+    """Delete a response. A response that runs in the background is stopped."""
     await _stored(request).background.delete(response_id, caller_of(request).sees)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.post("/v1/responses/{response_id}/cancel", **documented(ResponseAnswer))
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a background response. One that has ended stays as it is."""
+    """Cancel a background response. A response that has ended stays as it is."""
     record, output = await _stored(request).background.cancel(response_id, caller_of(request).sees)
     return json_response(response_object(record, [item.body for item in output]))
 
@@ -135,7 +136,7 @@ async def item_list(request: Request, page: Page[StoredItem]) -> Response:
 
     def work() -> Response:
         shown = [item_object(item) for item in page.items]
-        written = [orjson.Fragment(orjson.dumps(each)) for each in shown]  # one call for all would hold the lock
+        written = [orjson.Fragment(orjson.dumps(each)) for each in shown]  # one call for all would hold the GIL
         return json_response(list_object(shown, page) | {"data": written})
 
     size = sum(item.size for item in page.items)

@@ -1,4 +1,8 @@
-"""Read a task from the body of OpenAI's /v1/responses: its items become the messages that chat templates read."""
+"""Read a task from the body of OpenAI's /v1/responses.
+
+`ItemReader` turns its items into the messages that chat templates read. `response_tools` reads its tools, which may be
+in namespaces. `responses_task` puts both together with the sampling parameters and the options of the answer.
+"""
 
 from __future__ import annotations
 
@@ -95,11 +99,11 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_t
 
 @dataclass(frozen=True)
 class ItemReader:
-    """Reads items.
+    """Read the items of a conversation.
 
-    system_in_middle: the chat template takes system messages after the first one
+    system_in_middle: whether the chat template takes system messages after the first one
     decrypted: decrypts `encrypted_content`; returns "" if this server did not encrypt it
-    note: called with the name of a kind of item or part that is dropped
+    note: called with the kind of each item or part that is dropped
     """
 
     system_in_middle: bool
@@ -107,10 +111,9 @@ class ItemReader:
     note: Callable[[str], None]
 
     def turns(self, items: Sequence[InputItem], param: str, num_kept: int = 0) -> list[list[Message]]:
-        """Return the messages of each turn, which begins with a user's message. Raises a RequestError that names the
-        item.
+        """Return the messages of each turn. Raises a RequestError that names the item.
 
-        The first turn has all that stands before the first user's message.
+        A turn begins with a user's message. The first turn has the messages before the first user's message.
         num_kept: number of items at the start that are not in the field `param`
         """
         turns: list[list[Message]] = [[]]
@@ -127,7 +130,7 @@ class ItemReader:
         return turns
 
     def check(self, items: Sequence[InputItem], param: str) -> None:
-        """Check items that are kept for later. The call of an output may be elsewhere. Raises a RequestError."""
+        """Check items that are kept for later. They need not contain the call of an output. Raises a RequestError."""
         for entry in self._checked(items, param, 0, has_calls=False):
             for _ in self._message(entry):
                 pass
@@ -144,7 +147,7 @@ class ItemReader:
         return found
 
     def text(self, content: str | Sequence[ItemPart] | None, param: str) -> str:
-        """Return the text of a message's content or of a call's output; an image becomes a line of text."""
+        """Return the text of a message's content or of a call's output. An image becomes a line of text."""
         if isinstance(content, str) or content is None:
             return content or ""
         return "\n".join(self._part(part, f"{param}.{place}") for place, part in enumerate(content))
@@ -166,7 +169,7 @@ class ItemReader:
     def _checked(
         self, items: Sequence[InputItem], param: str, num_kept: int, *, has_calls: bool = True
     ) -> Iterator[tuple[str, str, InputItem]]:
-        """Yield (type, field, item) of the items that are read. has_calls: the call of each output is among them"""
+        """Yield (type, field, item) of the items that are read. has_calls: whether they contain each output's call"""
         calls: set[str | None] = set()
         for number, item in enumerate(items, -num_kept):
             kind, where = item.type or "message", f"{param}.{number}" if number >= 0 else param
@@ -206,7 +209,7 @@ class ItemReader:
             raise InvalidValueError(f"{where}: there is no item with id {item.id!r}.", param=where)
 
     def _reasoning(self, item: InputItem, where: str) -> str:
-        """Return the reasoning's text. What was encrypted by another server is skipped: clients change servers."""
+        """Return the reasoning's text. Text that another server encrypted is skipped: clients change servers."""
         if item.content:
             return self.text(item.content, f"{where}.content")
         opened = self.decrypted(item.encrypted_content) if item.encrypted_content else ""
@@ -241,7 +244,7 @@ MAX_SHOWN_CHARS = 256
 
 @dataclass(frozen=True)
 class OwnTool:
-    """A tool of the client. name: as the client knows it. namespace: "" if it is in none"""
+    """A tool of the client. name: the name that the client knows. namespace: its namespace; "" if it is in none"""
 
     tool: ResponseTool
     name: str
@@ -261,7 +264,7 @@ class OwnTool:
 
     @property
     def for_grammar(self) -> GrammarTool:
-        """The tool as its calls are constrained."""
+        """The tool in the form from which the grammar of its calls is made."""
         if self.tool.type == "function":
             return GrammarTool(self.known_as, self.tool.parameters, strict=bool(self.tool.strict))
         form = self.tool.format
@@ -276,7 +279,7 @@ class OwnTool:
 
 @dataclass(frozen=True)
 class ResponseTools:
-    """The tools of a body. by_name: those of the client, by the name that the model knows"""
+    """The tools of a body. by_name: the client's tools, by the name that the model knows"""
 
     use: ToolUse = field(default_factory=ToolUse)
     by_name: Mapping[str, OwnTool] = field(default_factory=dict)
@@ -292,7 +295,7 @@ class ResponseTools:
 def response_tools(body: ResponsesRequest, note: Callable[[str], None]) -> ResponseTools:
     """Read tools, tool_choice and parallel_tool_calls. Raises a RequestError that names the field.
 
-    note: called with the type of each tool that is dropped, because this server does not run it
+    note: called with the type of each tool that is dropped because this server does not run it
     """
     by_name: dict[str, OwnTool] = {}
     for param, named in _named_tools(body.tools or [], "tools", note):
@@ -312,7 +315,7 @@ def response_tools(body: ResponsesRequest, note: Callable[[str], None]) -> Respo
 def _named_tools(
     tools: list[ResponseTool], param: str, note: Callable[[str], None], namespace: str = ""
 ) -> Iterator[tuple[str, OwnTool]]:
-    """Yield (field, tool) of the client's tools, also of those in namespaces."""
+    """Yield (field, tool) of the client's tools, including the tools in namespaces."""
     for number, tool in enumerate(tools):
         where = f"{param}.{number}"
         if tool.type not in (*OWN_TOOLS, "namespace"):
@@ -346,7 +349,8 @@ def _resolved_tools(
     body: ResponsesRequest, by_name: Mapping[str, OwnTool], note: Callable[[str], None]
 ) -> tuple[Mode, list[OwnTool]]:
     """Return (mode, tools that may be called). Raises a RequestError."""
-    choice, every = body.tool_choice, list(by_name.values())
+    choice = body.tool_choice
+    every = list(by_name.values())
     if choice is None or choice == "auto":
         return ("auto" if every else "none"), every
     if choice == "none":
@@ -372,9 +376,12 @@ def _allowed(
 ) -> tuple[Mode, list[OwnTool]]:
     if choice.tools is None:
         raise _missing("tool_choice.tools")
-    index, found = _Index(every), dict[str, OwnTool]()
+    index = _Index(every)
+    found: dict[str, OwnTool] = {}
     for number, entry in enumerate(choice.tools):
-        param, kind, name = f"tool_choice.tools.{number}", entry.get("type"), entry.get("name")
+        param = f"tool_choice.tools.{number}"
+        kind = entry.get("type")
+        name = entry.get("name")
         space = entry.get("namespace")
         if not isinstance(kind, str) or not isinstance(space, str | None):
             raise InvalidValueError(f"{param} must have a type and a name.", param=param)
@@ -391,7 +398,7 @@ def _allowed(
 
 
 class _Index:
-    """Finds tools by their own name and namespace, by the name that the model knows, or by their own name alone."""
+    """Find tools by their own name and namespace, by the name that the model knows, or by their own name alone."""
 
     def __init__(self, every: list[OwnTool]) -> None:
         self._tools: dict[tuple[str, str, str], OwnTool] = {}
@@ -411,7 +418,7 @@ class _Index:
         return {tool.known_as: tool}
 
     def take_namespace(self, name: str, param: str) -> dict[str, OwnTool]:
-        """Return the tools of a namespace by the names that the model knows; nothing if it is asked for again.
+        """Return the tools of a namespace by the names that the model knows; a second call returns none.
 
         Raises InvalidValueError if there is no such namespace.
         """
@@ -448,7 +455,7 @@ def shown_choice(choice: str | ResponseToolChoice | None) -> str | dict[str, Any
 
 
 def _short(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those fields that are numbers, truth values and short texts: the answer repeats them in three events."""
+    """Return the fields that are numbers, booleans and short texts. The answer repeats them in three events."""
     return {
         name: value
         for name, value in fields.items()
@@ -465,7 +472,7 @@ Json = dict[str, Any]
 class EarlierItems:
     """Items that a body only refers to.
 
-    before: the JSON of those before the body's input. referred: id of an item -> its JSON. size: bytes of both
+    before: the JSON of each item before the body's input. referred: id of an item -> its JSON. size: bytes of both
     """
 
     before: Sequence[bytes] = ()
@@ -475,10 +482,7 @@ class EarlierItems:
 
 @dataclass(frozen=True)
 class ResponseName:
-    """What a response is called, and what is done with it.
-
-    created_at: Unix seconds
-    """
+    """The id of a response, and how it is kept. created_at: Unix seconds"""
 
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created_at: int = field(default_factory=lambda: int(time.time()))
@@ -489,11 +493,11 @@ class ResponseName:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseOptions:
-    """What the answer shows.
+    """The options of the answer.
 
     form: the keys of the response object that are known before the answer, among them its id
     logprobs: number of most likely tokens to show; None: no log-probabilities
-    encrypts: whether reasoning is sent encrypted as well
+    encrypts: whether reasoning is sent in encrypted form too
     """
 
     form: Json
@@ -504,9 +508,9 @@ class ResponseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesTask:
-    """All that a body of /v1/responses asks for.
+    """The conversation to answer, the name and queueing of the request, and the options of the answer.
 
-    shortened: returns the conversation without this number of its oldest turns
+    shortened: returns the conversation without its oldest turns, given their number
     num_droppable: number of turns that may be left out; 0 unless truncation is auto
     """
 
@@ -519,7 +523,7 @@ class ResponsesTask:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A conversation by turns, the first of which has what stands before the first user's message."""
+    """A conversation by turns. The first turn has the messages before the first user's message."""
 
     system: str
     turns: list[list[Message]]
@@ -533,7 +537,7 @@ class _Conversation:
 async def responses_task(
     body: ResponsesRequest, state: ServerState, owner: str, name: ResponseName, earlier: EarlierItems
 ) -> ResponsesTask:
-    """Read and check a body. Raises a RequestError that names the field. owner: the key's name"""
+    """Read and check a body. owner: the key's name. Raises a RequestError that names the field."""
     _check(body)
     tools = response_tools(body, lambda kind: state.unknown_fields.note(RESPONSES_PREFIX, [kind]))
     found = await _conversation(body, state, owner, earlier)
@@ -623,7 +627,7 @@ def _resolved(item: InputItem, referred: Mapping[str, bytes]) -> InputItem:
 
 
 def _stored(item: bytes) -> InputItem:
-    """Read an item that was kept. Raises InvalidValueError for one that this version cannot read."""
+    """Read an item that was kept. Raises InvalidValueError for an item that this version cannot read."""
     try:
         return InputItem.model_validate_json(item)
     except ValidationError:
@@ -666,8 +670,9 @@ def _constraint(body: ResponsesRequest, other: Constraint | None) -> Constraint 
 
 
 def _form(body: ResponsesRequest, sampling: SamplingParams, name: ResponseName) -> Json:
-    """Return the name of a response and the keys that repeat the body. Values in use stand for absent ones."""
-    reasoning, text = body.reasoning, body.text
+    """Return the name of a response and the keys that repeat the body. Absent fields show the values in use."""
+    reasoning = body.reasoning
+    text = body.text
     given = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key")
     given += ("safety_identifier", "user")
     shown = {name: _plain(getattr(body, name)) for name in given}
@@ -701,7 +706,7 @@ def _form(body: ResponsesRequest, sampling: SamplingParams, name: ResponseName) 
 
 
 def _plain(value: Any) -> Any:
-    """Return a part of the body as JSON values, without what was not sent."""
+    """Return a part of the body as JSON values, without fields that were not sent."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return value.model_dump(exclude_unset=True, by_alias=True) if isinstance(value, BaseModel) else value

@@ -1,8 +1,9 @@
 """Score pairs of texts, and answer questions by the probabilities of the options' letters. No text is generated.
 
-Pairs are scored by a classification head, by the word that a reranker answers, or by cosine of embeddings. A model's
-own template is used if it has the roles `query` and `document`, else the known template of the words. All prompts of
-a decision begin with the input, which the prefix cache keeps, and end with a question.
+Pairs are scored by a classification head, by the word that a reranker answers, or by the cosine of embeddings
+(`PairScorer`). The model's own template is used if it has the roles `query` and `document`, else the known template of
+the words. All prompts of a decision (`Decider`) begin with the input, which the prefix cache keeps, and end with a
+question.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from jaxserve.types.extras import MAX_LOGPROB_IDS, ExtraParams
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import EMBED, SamplingParams
 
-_PLACE = "\ufdd2"  # a Unicode noncharacter: the place of the document in a rendered template
+_PLACE = "\ufdd2"  # a Unicode noncharacter that marks the place of the document in a rendered template
 _CUTS = 4  # joining texts may add tokens at their ends, so a document is cut again
 
-# words for not relevant and relevant -> (prompt with {instruction}, {query} and the place of the document, form of an
-# instruction, default instruction). Of Qwen3-Reranker and mxbai-rerank-v2.
+# The templates of Qwen3-Reranker and mxbai-rerank-v2: words for not relevant and relevant -> (prompt with
+# {instruction}, {query} and the place of the document, form of an instruction, default instruction).
 _QWEN3 = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -58,7 +59,7 @@ _BUILT_IN = {
 
 @dataclass(frozen=True)
 class PairPrompt:
-    """The text around a document, for one query. Special tokens in it are the template's own.
+    """The text around a document, for one query. Its special tokens are the template's own.
 
     limit: the most tokens of a prompt. cuts: whether a longer document is cut
     """
@@ -93,7 +94,7 @@ class PairPrompt:
 
 
 async def cut_text(text: str, keep: int, state: ServerState) -> str:
-    """Return the start of a text, see `PairEncoder.cut`."""
+    """Return the first `keep` tokens of a text as text, see `PairEncoder.cut`."""
     return await state.encoder.run(lambda: state.pair_encoder.cut(text, keep), len(text))
 
 
@@ -102,7 +103,8 @@ async def pair_prompt(query: str, instruction: str | None, keep: int | None, sta
 
     keep: as in PairTask; one token of the context is left for the answer
     """
-    info, tokenizer = state.engine.info, state.engine.tokenizer
+    info = state.engine.info
+    tokenizer = state.engine.tokenizer
     room = info.max_model_len - 1
     limit = room if keep is None or keep < 0 else min(keep, room)
     template = state.chat_template
@@ -135,12 +137,12 @@ def _known(query: str, instruction: str, state: ServerState) -> str:
     return re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]].replace(_PLACE, ""), prompt)
 
 
-Scores = tuple[list[float], int]  # a score per document, the prompt tokens
-LEAST_LOGPROB = -1e4  # in place of minus infinity
+Scores = tuple[list[float], int]  # a score for each document, and the number of prompt tokens
+LEAST_LOGPROB = -1e4  # stands for minus infinity
 
 
 def check_scores_pairs(info: EngineInfo, name: str) -> None:
-    """Raises InvalidValueError if the model cannot score a pair of texts."""
+    """Raise InvalidValueError if the model cannot score a pair of texts."""
     if len(info.labels) == 1 or info.label_token_ids or info.task == "embed":
         return
     has = f"a head with {len(info.labels)} labels" if info.labels else "no head for it, and is no reranker"
@@ -149,14 +151,14 @@ def check_scores_pairs(info: EngineInfo, name: str) -> None:
 
 @dataclass(frozen=True)
 class PairScorer:
-    """Scores the pairs of one HTTP request. The model can, see `check_scores_pairs`."""
+    """Score the pairs of one HTTP request. `check_scores_pairs` has passed."""
 
     state: ServerState
     caller: Caller
     options: RequestOptions
 
     async def scores(self, task: PairTask) -> Scores:
-        """Score each document. Raises ContextLengthError for a pair that is too long."""
+        """Score each document. Raises ContextLengthError if a pair is too long."""
         info = self.state.engine.info
         if task.document_tokens is not None:
             documents = [await cut_text(each, task.document_tokens, self.state) for each in task.documents]
@@ -171,13 +173,15 @@ class PairScorer:
         )
 
     async def _by_head(self, task: PairTask) -> Scores:
-        """Score by the model's number for each pair, or its sigmoid."""
-        encoder, info = self.state.pair_encoder, self.state.engine.info
+        """Score by the model's logit for each pair, or its sigmoid."""
+        encoder = self.state.pair_encoder
+        info = self.state.engine.info
         limit = info.max_model_len if task.keep is None or task.keep < 0 else min(task.keep, info.max_model_len)
         queries = [await self._encoding(each, task.params[0]) for each in task.queries]
         prompts = []
         for number, text in enumerate(task.documents):
-            query, document = queries[task.query_of(number)], await self._encoding(text, task.params[1])
+            query = queries[task.query_of(number)]
+            document = await self._encoding(text, task.params[1])
             room = limit - encoder.num_added - len(query)
             if room < (task.keep is not None):
                 raise ContextLengthError.too_long(limit - room, limit, context=info.max_model_len, param=task.params[0])
@@ -192,7 +196,7 @@ class PairScorer:
         return self._activated(task, numbers), generation.usage.prompt_tokens
 
     async def _by_words(self, task: PairTask) -> Scores:
-        """Score by the probability of the word for relevant against the other, or by the difference of their logits."""
+        """Score by the probability of the word for relevant of the two words, or by the difference of their logits."""
         about = [await pair_prompt(each, task.instruction, task.keep, self.state) for each in task.queries]
         ids = [
             await about[task.query_of(number)].token_ids(text, self.state, task.params)
@@ -205,13 +209,14 @@ class PairScorer:
         return self._activated(task, numbers), generation.usage.prompt_tokens
 
     def _activated(self, task: PairTask, numbers: list[float]) -> list[float]:
-        """Return the sigmoid of each number, or the number if the request or the model's files want that."""
+        """Return the sigmoid of each number, or the number itself if the request or the model's files say so."""
         activated = task.activation and not self.state.engine.info.raw_scores
         return [sigmoid(x) if activated else x for x in numbers]
 
     async def _by_cosine(self, task: PairTask) -> Scores:
-        """Score by the cosine of the two embeddings, as /v1/embeddings gives them. Each text is embedded once."""
-        before, (queries, documents) = self.state.engine.info.embedding_prompt, task.params
+        """Score by the cosine of the two embeddings that /v1/embeddings returns. Each text is embedded once."""
+        before = self.state.engine.info.embedding_prompt
+        queries, documents = task.params
         tokens = [await whole_text(before + each, TextCut(), self.state, queries) for each in task.queries]
         cut = TextCut(task.keep)
         tokens += [await whole_text(before + each, cut, self.state, documents) for each in task.documents]
@@ -226,7 +231,7 @@ class PairScorer:
 
 
 def _cosines(found: Sequence[bytes], num_queries: int) -> list[float]:
-    """Return the cosine of each document with the only query or its own. found: float32 vectors, queries first"""
+    """Return the cosine of each document and its query, or the only query. found: float32 vectors, queries first"""
     vectors = np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1).astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return (vectors[:num_queries] * vectors[num_queries:]).sum(axis=1).tolist()
@@ -241,7 +246,7 @@ def watching(token_ids: Sequence[int]) -> SamplingParams:
 async def first_logprobs(generation: Generation) -> list[list[float]]:
     """Run prompts with `watching` and return the log-probabilities.
 
-    Raises InvalidValueError if one was aborted, and ConflictError if the weights were replaced meanwhile.
+    Raises InvalidValueError if a prompt was aborted, and ConflictError if the weights were replaced meanwhile.
     """
     found: dict[int, list[float]] = {}
     async with aclosing(generation.outputs()) as outputs:
@@ -269,7 +274,7 @@ _QUESTION = "# Question\n{kind}\n{text}\n\n# Options\n{options}\n\nAnswer with t
 
 @dataclass(frozen=True)
 class Decider:
-    """Answers the questions of one HTTP request."""
+    """Answer the questions of one HTTP request."""
 
     state: ServerState
     caller: Caller
@@ -278,7 +283,7 @@ class Decider:
     async def probabilities(self, task: DecisionTask) -> tuple[list[list[float]], Generation]:
         """Return the probabilities of each question's options, and the finished generation.
 
-        Raises a RequestError for an input beyond the context, or more options than the vocabulary has letters for.
+        Raises a RequestError if the input exceeds the context, or if the vocabulary has fewer letters than options.
         """
         letters = option_letters(self.state.engine.tokenizer, max(len(each.options) for each in task.questions))
         head, tail = await self._around(task.text)
@@ -287,7 +292,8 @@ class Decider:
         limit = info.max_model_len - 1  # a token is sampled
         prefix = await encoder.encode(head, add_special_tokens=False, limit=limit, param="input")
         check_length(prefix, limit, info, "input")
-        prompts, owners = [], []
+        prompts = []
+        owners = []
         for number, question in enumerate(task.questions):
             param = f"questions.{number}"
             text = self.state.engine.tokenizer.escape(_asked(question, list(letters))) + tail
@@ -304,7 +310,7 @@ class Decider:
         return [_softmax(each) for each in found], generation
 
     async def _around(self, text: str) -> tuple[str, str]:
-        """Return the rendered conversation before and behind a question."""
+        """Return the rendered conversation before and after a question."""
         content = _INPUT.replace("{}", text.replace(_PLACE, ""))
         messages = ChatMessages(
             make=lambda: [{"role": "user", "content": content}], size=len(content), variables=thinking(False)

@@ -1,4 +1,4 @@
-"""The bodies and the answers of the scoring routes: /v1/rerank, /score, /v1/classify and OpenAI's /v1/decisions."""
+"""Declare the bodies and answers of the scoring routes: /v1/rerank, /score, /v1/classify and OpenAI's /v1/decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KeptTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 
 
 class ScoringFields(Body):
-    """What the three routes share."""
+    """The fields that rerank, score and classify share."""
 
     known = EVERYWHERE | SCORING
 
@@ -75,7 +75,7 @@ class RerankResult(Answer):
 
 
 class Reranked(Answer):
-    """The most relevant first; `index` is the place in the request."""
+    """The documents, the most relevant first. `index` is the place in the request."""
 
     id: str
     model: str
@@ -91,7 +91,7 @@ class ScoreAnswer(Answer):
 
 
 class Scored(Answer):
-    """One score per pair, in order."""
+    """One score for each pair, in order."""
 
     id: str
     object: str
@@ -127,7 +127,7 @@ MAX_BYTES_OF_JSON = 256 * 1024
 
 
 class DecisionPart(NestedObject):
-    """A part of a message, an output or a question; `type` decides which field is read."""
+    """A part of a message, an output or a question. `type` decides which field is read."""
 
     type: Literal["input_text", "input_image", "input_json", "output_text", "refusal"]
     text: str | None = Field(None, description="Of input_text and output_text.")
@@ -144,7 +144,7 @@ DecisionParts = Annotated[list[DecisionPart], Field(max_length=limits.MAX_MESSAG
 
 
 class DecisionItem(NestedObject):
-    """A message, a call, or the output of a call; `type` decides which fields are read."""
+    """A message, a call, or the output of a call. `type` decides which fields are read."""
 
     type: Literal["message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"] = (
         Field("message", description="Default message.")
@@ -173,7 +173,7 @@ class DecisionLevel(NestedObject):
 
 
 class DecisionQuestion(NestedObject):
-    """A question about the input; `type` decides which fields are read."""
+    """A question about the input. `type` decides which fields are read."""
 
     type: Literal["predicate", "choice", "score"]
     instructions: str | DecisionParts
@@ -213,7 +213,7 @@ class DecisionUsage(Answer):
 
 
 class Decided(Answer):
-    """One answer per question, in order, with its probabilities."""
+    """One answer for each question, in order, with its probabilities."""
 
     answers: list[dict[str, Any]]
     model: str

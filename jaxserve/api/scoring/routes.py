@@ -1,4 +1,4 @@
-"""POST /v1/rerank in Cohere's and Jina's form, /score and /v1/classify in vLLM's, and OpenAI's /v1/decisions."""
+"""Serve POST /v1/rerank in Cohere's and Jina's form, /score and /v1/classify in vLLM's, and OpenAI's /v1/decisions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def score(request: Request) -> Response:
 
 
 def _scorer(request: Request, body: ScoringFields, prefix: str) -> tuple[str, PairScorer]:
-    """Return the model's name and its scorer. prefix: of the request's id.
+    """Return the model's name and its scorer. prefix: prefix of the request's id
 
     Raises ModelNotFoundError, or InvalidValueError if the model cannot score pairs.
     """
@@ -110,7 +110,8 @@ async def classify(request: Request) -> Response:
     """
     state = server_state(request)
     body = await read_body(request, ClassifyRequest)
-    model, info = state.check_model(body.model), state.engine.info
+    model = state.check_model(body.model)
+    info = state.engine.info
     if not info.labels:
         raise InvalidValueError(f"The model {model!r} does not support classification: it has no head.", param="model")
     check_keep(body.truncate_prompt_tokens)
@@ -125,11 +126,12 @@ async def classify(request: Request) -> Response:
 
 
 def _rows(found: Sequence[bytes], body: ClassifyRequest, info: EngineInfo) -> list[dict[str, Any]]:
-    """Return the results, the probabilities as JSON. found: the float32 numbers of the labels, for each text"""
+    """Return the results, with the probabilities as JSON. found: the float32 logits of the labels, for each text"""
     numbers = np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1).astype(np.float64)
     if body.use_activation is not False and not info.regression:
         numbers = activated(numbers, info)
-    best, count = numbers.argmax(axis=1).tolist(), len(info.labels)
+    best = numbers.argmax(axis=1).tolist()
+    count = len(info.labels)
     written = (orjson.Fragment(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)) for row in numbers)
     return [
         {"index": index, "label": info.labels[label], "probs": probs, "num_classes": count}
@@ -138,7 +140,7 @@ def _rows(found: Sequence[bytes], body: ClassifyRequest, info: EngineInfo) -> li
 
 
 def activated(numbers: np.ndarray, info: EngineInfo) -> np.ndarray:
-    """Return probabilities [texts, labels]: a sigmoid for one label or independent ones, else a softmax."""
+    """Return probabilities [texts, labels]: the sigmoid for one label or independent labels, else the softmax."""
     if info.multi_label or len(info.labels) == 1:
         return 1 / (1 + np.exp(-np.clip(numbers, -500, 500)))
     shifted = np.exp(numbers - numbers.max(axis=1, keepdims=True))
@@ -161,7 +163,7 @@ async def create_decision(request: Request) -> Response:
 
 
 def answer(question: DecisionQuestion, probabilities: Sequence[float]) -> dict[str, Any]:
-    """Build the answer to a question. probabilities: of its options, in order"""
+    """Build the answer to a question. probabilities: the probability of each option, in order"""
     head = {"type": question.type, "name": question.name}
     highest = max(probabilities)
     match question.type:

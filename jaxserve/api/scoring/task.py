@@ -31,9 +31,9 @@ _NAMES = (("queries", "text_1", "data_1"), ("documents", "text_2", "data_2"))
 class PairTask:
     """Pairs of texts to score: one query for all documents, or one for each.
 
-    keep: tokens that a prompt may have, its document is cut to fit; -1: as many as fit, None: no cut
-    document_tokens: cut each document to this many
-    activation: probabilities instead of the model's own numbers
+    keep: tokens that a prompt may have; its document is cut to fit. -1: as many as fit; None: no cut
+    document_tokens: cut each document to this many tokens
+    activation: whether scores are probabilities instead of the model's own logits
     params: names of the fields of the queries and of the documents, for errors
     """
 
@@ -76,7 +76,7 @@ def scoring_options(body: ScoringFields, prefix: str) -> RequestOptions:
 
 
 def check_keep(keep: int | None) -> None:
-    """Raises InvalidValueError if no token of a prompt would be left."""
+    """Raise InvalidValueError if no token of a prompt would be left."""
     if keep == 0:
         message = "truncate_prompt_tokens is 0: no token of the prompt would be left."
         raise InvalidValueError(message, param="truncate_prompt_tokens")
@@ -99,7 +99,7 @@ def _task(body: PairFields, queries: list[str], documents: list[str], params: tu
 
 
 def _given(body: ScoreRequest, names: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return (name of the field, its texts). Raises InvalidValueError unless at most one of the names is given."""
+    """Return (name of the field, its texts). Raises InvalidValueError if more than one of the names is given."""
     found = [name for name in names if getattr(body, name) is not None]
     if len(found) > 1:
         message = f"{found[1]} is another name of {found[0]}; give one of them."
@@ -111,7 +111,7 @@ def _given(body: ScoreRequest, names: tuple[str, ...]) -> tuple[str, list[str]]:
 T = TypeVar("T")
 
 _TRUTH = ("The statement is true.", "The statement is false.")
-# who wrote a content -> the types of its parts
+# author of a content -> the types of its parts
 _QUESTION = ("input_text", "input_image", "input_json")
 _PARTS = {
     "user": _QUESTION,
@@ -149,7 +149,7 @@ def decision_task(body: DecisionRequest) -> DecisionTask:
 
 
 def _transcript(items: Sequence[DecisionItem]) -> str:
-    """Write the items as one text, each below a line that says what it is."""
+    """Write the items as one text, each below a line that names its kind."""
     calls: set[str] = set()
     written = []
     for number, item in enumerate(items):
@@ -159,14 +159,15 @@ def _transcript(items: Sequence[DecisionItem]) -> str:
 
 
 def _item(item: DecisionItem, param: str, calls: set[str]) -> tuple[str, str]:
-    """Return (what an item is, its text). calls: ids of the calls so far"""
+    """Return (kind of the item, its text). calls: ids of the calls so far"""
     if item.type == "message":
         role = _given_decision(item.role, f"{param}.role")
         return role, _content(_given_decision(item.content, f"{param}.content"), role, f"{param}.content")
     call_id = _given_decision(item.call_id, f"{param}.call_id")
     if item.type in _CALLS:
         calls.add(call_id)
-        name, field = _given_decision(item.name, f"{param}.name"), _CALLS[item.type]
+        name = _given_decision(item.name, f"{param}.name")
+        field = _CALLS[item.type]
         given = _given_decision(getattr(item, field), f"{param}.{field}")
         return f"call {call_id} of {item.namespace or ''}{'.' if item.namespace else ''}{name}", given
     if call_id not in calls:

@@ -1,4 +1,4 @@
-"""Write the answer of /generate, streamed or whole: SGLang's text and meta_info.
+"""Write the answer of /generate, streamed or as one object: SGLang's text and meta_info.
 
 Log-probabilities are lists of [log-probability, token id, text].
 """
@@ -38,8 +38,8 @@ Entries = Sequence[TokenLogprobs | None]
 class NativeLogprobs:
     """The lists of one choice. Every entry is encoded once.
 
-    incremental: the output's lists hold only what is new since the last `fields`. The prompt's lists are complete in
-    the event that brings them and in the last event, and empty in between.
+    If the answer is incremental, the output's lists have only the entries since the last `fields`. The prompt's lists
+    are complete in the event that brings them and in the last event, and empty in between.
     """
 
     def __init__(self, options: NativeOptions, texts: TokenTexts) -> None:
@@ -62,7 +62,8 @@ class NativeLogprobs:
 
     def fields(self, *, last: bool) -> dict[str, Any]:
         """Return the lists as values that orjson encodes."""
-        shows_inputs, self._shows_inputs = self._shows_inputs or last, not self._options.incremental
+        shows_inputs = self._shows_inputs or last
+        self._shows_inputs = not self._options.incremental
         result: dict[str, Any] = {}
         for kind in self._kinds:
             result[f"input_{kind}_logprobs"] = self._inputs[kind].fragment if shows_inputs else []
@@ -72,7 +73,7 @@ class NativeLogprobs:
         return result
 
     def _extend(self, arrays: dict[str, GrowingArray], entries: Entries, ids: Sequence[int]) -> None:
-        """Append entries and their token ids; an entry is None for a prompt's first token, which is not predicted."""
+        """Append entries and their token ids. The entry of a prompt's first token is None: it is not predicted."""
         logprobs = [None if entry is None else entry.logprob for entry in entries]
         arrays["token"].extend([self._entry(value, i) for value, i in zip(logprobs, ids, strict=False)])
         if "top" in arrays:
@@ -100,7 +101,7 @@ class NativeLogprobs:
 
 @dataclass
 class NativeChoice:
-    """One choice so far. An event costs the encoding of what is new and a copy of what it repeats."""
+    """One choice so far. An event costs the encoding of its new part and a copy of the part that it repeats."""
 
     request_id: str
     prompt: PromptTask
@@ -114,7 +115,7 @@ class NativeChoice:
     experts: RoutedExperts = field(default_factory=RoutedExperts)
     prompt_hidden: bytes | None = None
     hidden: list[np.ndarray] = field(default_factory=list)
-    versions: list[tuple[str, ...]] = field(default_factory=list)  # labels of weights, as outputs have them
+    versions: list[tuple[str, ...]] = field(default_factory=list)  # labels of the weights of each output
 
     def __post_init__(self) -> None:
         self.logprobs = NativeLogprobs(self.options, self.texts)
@@ -146,7 +147,7 @@ class NativeChoice:
             self.hidden = [*hidden_vectors(output)[-1:]] or self.hidden
 
     def result(self) -> dict[str, Any]:
-        """Return the answer so far, or only what is new in it, as values that orjson encodes."""
+        """Return the answer so far, or only its new part, as values that orjson encodes."""
         answer = {"text": self.text.fragment, "output_ids": self.token_ids.fragment, "meta_info": self._meta()}
         if self.options.incremental:
             for each in (self.text, self.token_ids, self.candidates):
@@ -176,8 +177,9 @@ class NativeChoice:
         return meta | self.logprobs.fields(last=ended) if self.options.logprobs else meta
 
     def _hidden_states(self) -> list[Any]:
-        """Return SGLang's form: one entry per token, the first of them for the whole prompt; or only the last
-        token's.
+        """Return hidden states in SGLang's form.
+
+        There is one entry for each token, and the first is the whole prompt's; or only the entry of the last token.
         """
         found: list[Any] = [vector.tolist() for vector in self.hidden]
         if self.options.hidden == "all" and (found or self.prompt_hidden):
@@ -195,13 +197,13 @@ class NativeChoice:
 
 
 def _unsaid(output: RequestOutput) -> RequestOutput:
-    """Return the output without its token: the one that scoring drops."""
+    """Return the output without its token, which scoring drops."""
     reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
     return msgspec.structs.replace(output, text="", token_ids=[], logprobs=None, extras=None, finish_reason=reason)
 
 
 class NativeAnswer:
-    """The answer to one request. single: it has one prompt, which was not in a list."""
+    """The answer to one request. single: whether it has one prompt, which was not in a list"""
 
     def __init__(
         self, generation: Generation, options: list[NativeOptions], texts: TokenTexts, *, single: bool
@@ -215,7 +217,7 @@ class NativeAnswer:
         ]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the text so far in every event, or only what is new with `incremental`."""
+        """Yield an event for each output, with the whole text so far or, if incremental, only its new part."""
         async with aclosing(self._generation.outputs()) as outputs:
             async for number, output in outputs:
                 choice = self._choices[number][output.index]

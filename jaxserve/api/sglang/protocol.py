@@ -1,6 +1,6 @@
-"""The bodies of POST /generate, /tokenize and /detokenize, and of the routes for operators, in SGLang's forms.
+"""Declare the bodies of POST /generate, /tokenize and /detokenize, and of the operator's routes, in SGLang's forms.
 
-A field that allows only one value here gives an error that names it for any other.
+If a field allows only one value here, any other value is an error that names the field.
 """
 
 from __future__ import annotations

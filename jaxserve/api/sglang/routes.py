@@ -1,7 +1,7 @@
-"""POST /generate, and what SGLang, vLLM and lm-eval tell of a server: tokens, facts, sessions, aborts.
+"""Serve POST /generate, and the other routes of SGLang, vLLM and lm-eval: tokens, server information, sessions, aborts.
 
 /generate takes one prompt or many, streamed or not. /abort_request and /flush_cache need the admin key and are off
-without one (see middleware.Authentication); with `server.keys`, each key may abort its own requests.
+without one (see middleware.Authentication). With `server.keys`, each key may abort its own requests.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def generate(request: Request) -> Response:
 
 
 def _check_starts(generation: Generation, options: list[NativeOptions]) -> None:
-    """Raises InvalidValueError if log-probabilities would begin after the end of a prompt."""
+    """Raise InvalidValueError if log-probabilities would begin after the end of a prompt."""
     for prompt, shown in zip(generation.prompts, options, strict=True):
         count = len(prompt.prompt_token_ids)
         if shown.start > count:
@@ -94,13 +94,15 @@ async def tokenize(request: Request) -> Response:
 
 
 async def _off_loop_if_long(work: Callable[[], Response], num_tokens: int, state: ServerState) -> Response:
-    """Run long work outside the event loop: reading or writing a token takes up to 0.5 us."""
+    """Run work outside the event loop if it is long. Reading or writing a token takes up to 0.5 us."""
     return work() if num_tokens <= INLINE_TOKENS else await state.text_work.run(work, num_tokens)
 
 
 async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[str], bool]:
-    """(the field they are of, texts, whether to add special tokens: by default to plain texts, not to rendered
-    conversations)"""
+    """Return (the field of the texts, texts, whether to add special tokens).
+
+    By default special tokens are added to plain texts, not to rendered conversations.
+    """
     given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         raise InvalidValueError("Give prompt or messages, one of them.", param=given[-1] if given else "prompt")
@@ -123,7 +125,7 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[s
 @router.post("/detokenize", **documented(Detokenized, body=DetokenizeRequest))
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(request: Request) -> Response:
-    """Return the text of token ids; special tokens are shown unless skip_special_tokens.
+    """Return the text of token ids. Special tokens are shown unless skip_special_tokens is true.
 
     Raises InvalidValueError if the ids are missing.
     """
@@ -169,7 +171,7 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-ENGINE_STATE_SECONDS = 2.0  # the most that the engine may take for its part of an answer
+ENGINE_STATE_SECONDS = 2.0  # the longest time that the engine may take for its part of an answer
 
 
 @router.get("/model_info", **documented())
@@ -200,9 +202,9 @@ async def model_info(request: Request) -> Response:
 @router.get("/server_info", **documented())
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(request: Request) -> Response:
-    """The resolved configuration (without keys), the engine's facts and its numbers now.
+    """Show the resolved configuration without keys, the engine's properties and its current numbers.
 
-    The admin key is also shown which requests wait, and why.
+    A request with the admin key also gets the requests that wait, and the reasons.
     """
     state = server_state(request)
     info = state.engine.info
@@ -229,7 +231,7 @@ async def server_info(request: Request) -> Response:
 
 
 async def _for_admin(request: Request) -> dict[str, Any]:
-    """Which requests wait, and why: ids and loads of all tenants, for the admin key only."""
+    """Return the requests that wait and why, for the admin key only: they show ids and loads of all tenants."""
     if not caller_of(request).admin:
         return {}
     try:
@@ -290,7 +292,7 @@ async def flush_cache(request: Request) -> Response:
 
 @router.get("/key_usage", **documented())
 async def key_usage(request: Request) -> Response:
-    """Show what each API key of `server.keys` has used since the start, and what it has in hand."""
+    """Show the usage of each API key of `server.keys` since the start, and its open requests."""
     usages = server_state(request).key_usages.all()
     return json_response({"object": "list", "data": [usage.as_dict() for usage in usages]})
 

@@ -36,11 +36,11 @@ _HIDDEN: dict[bool | str, HiddenStates] = {False: "", True: "all", "last": "last
 
 @dataclass(frozen=True, kw_only=True)
 class NativeOptions:
-    """What the answer to one prompt shows.
+    """The options of the answer to one prompt.
 
     start: first prompt position with log-probabilities; -1: outputs only
-    scoring: max_new_tokens is 0. The engine always samples one token; it is dropped.
-    incremental: events hold only what is new, and nothing that was sent is kept
+    scoring: whether max_new_tokens is 0. The engine always samples one token, which is dropped.
+    incremental: whether events have only the new part, so that the sent part is not kept
     experts_from: first prompt position of the routed experts; None: not requested
     """
 
@@ -59,7 +59,10 @@ class NativeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeTask:
-    """All that a body of /generate asks for. single: the answer is an object, not a list."""
+    """The prompts to continue, the name and queueing of the request, and the options of the answer.
+
+    single: whether the answer is an object, not a list
+    """
 
     prompts: list[TextPrompt]
     options: list[NativeOptions]
@@ -78,7 +81,7 @@ async def native_task(body: GenerateRequest, state: ServerState) -> NativeTask:
     request = _request(body, sampling)
     many = [f"{request.request_id}_{number}" for number in range(count)]
     ids = spread(body.rid if isinstance(body.rid, list) else [request.request_id] if single else many, count, "rid")
-    read: dict[tuple[int, NativeOptions], TextPrompt] = {}  # prompts with one sampling_params share what is read of it
+    read: dict[tuple[int, NativeOptions], TextPrompt] = {}  # prompts with the same sampling_params read them once
     prompts = []
     for content, rid, each, shown in zip(contents, ids, sampling, options, strict=True):
         if (id(each), shown) not in read:
@@ -89,7 +92,7 @@ async def native_task(body: GenerateRequest, state: ServerState) -> NativeTask:
 
 
 def _prompt(body: GenerateRequest, sampling: NativeSampling, options: NativeOptions, state: ServerState) -> TextPrompt:
-    """Read all of a prompt but its text."""
+    """Read a prompt without its text."""
     return TextPrompt(
         content="",
         sampling=_params(body, sampling, options, state),
@@ -100,7 +103,7 @@ def _prompt(body: GenerateRequest, sampling: NativeSampling, options: NativeOpti
 
 
 def _contents(body: GenerateRequest) -> tuple[str, list[str | list[int]]]:
-    """Return the field of the prompts and the prompts."""
+    """Return (name of the prompts' field, prompts)."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidValueError("Give text or input_ids, one of them.", param="text")
     if body.text is not None:

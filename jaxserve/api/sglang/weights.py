@@ -1,8 +1,7 @@
-"""Replace weights, pause the engine, free its memory: routes for the operator, by SGLang's and vLLM's names.
+"""Serve the operator's routes of SGLang and vLLM: replace weights, pause the engine, free its memory.
 
 They need the admin key (see middleware.Authentication). Every call waits until the engine has answered.
-
-Which directories of this machine a client may name.
+`checked_directory` decides which directories of this machine a client may name.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def checked_directory(path: str, roots: Iterable[Path]) -> Path:
             weights = (*found.glob("*.safetensors"), *found.glob(GGUF_FILES))
             if found.is_dir() and all(_is_within(each, allowed) for each in (found, *weights)):
                 return found
-        except (OSError, ValueError, RuntimeError):  # nothing there, a zero byte in it, a loop of links
+        except (OSError, ValueError, RuntimeError):  # it does not exist, has a zero byte, or is a loop of links
             continue
     raise InvalidValueError(_REFUSED, param="model_path")
 
@@ -65,9 +64,9 @@ def _is_within(path: Path, allowed: list[Path]) -> bool:
 
 B = TypeVar("B", bound=Body)
 
-MAX_HEADER = 16 * 2**20  # bytes of an uploaded file beside its numbers
-DEFAULT_ROWS = 100  # of /get_weights_by_name
-WIDEST = 8  # times the bytes of the served weights: float32 of weights in 4 bits
+MAX_HEADER = 16 * 2**20  # bytes of an uploaded file beside its values
+DEFAULT_ROWS = 100  # rows that /get_weights_by_name returns
+WIDEST = 8  # most bytes of a file, as a multiple of the served weights: float32 values of 4-bit weights
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 _FILE: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/octet-stream": _BYTES}}}
 _UPLOAD = documented(WeightsUpdated)
@@ -81,7 +80,7 @@ router = APIRouter()
 
 @router.post("/update_weights_from_disk", **documented(WeightsUpdated, body=UpdateWeightsRequest))
 async def update_from_disk(request: Request) -> Response:
-    """Replace the weights by those of a directory. If that fails, the old ones stay."""
+    """Replace the weights by the weights of a directory. If that fails, the old weights stay."""
     state, body = server_state(request), await read_body(request, UpdateWeightsRequest)
     path = await asyncio.to_thread(checked_directory, body.model_path, _roots(state))
     return await _updated(
@@ -111,7 +110,7 @@ async def update_from_tensor(
             "Pickled tensors are not accepted. Send the bytes of a safetensors file.", param="serialized_named_tensors"
         )
     state = server_state(request)
-    directory = await asyncio.to_thread(SocketDirectory)  # of this process alone; removed at the next start if it dies
+    directory = await asyncio.to_thread(SocketDirectory)  # only this process's; removed at the next start if it dies
     try:
         file = directory.path / "model.safetensors"
         await _receive(request, file, _largest(state))
@@ -162,7 +161,7 @@ async def continue_generation(request: Request) -> Response:
 
 @router.post("/release_memory_occupation", **documented(MemoryState, body=MemoryRequest))
 async def release_memory(request: Request) -> Response:
-    """Free the memory of the KV cache, and move the weights to the memory of the host. Running requests wait."""
+    """Free the memory of the KV cache, and move the weights to host memory. Running requests wait."""
     body = await _optional_body(request, MemoryRequest)
     asleep = await server_state(request).engine.call("sleep", mode="retract", tags=_tags(body.tags))
     return json_response({"success": True, "asleep": asleep})
@@ -170,7 +169,7 @@ async def release_memory(request: Request) -> Response:
 
 @router.post("/resume_memory_occupation", **documented(MemoryState, body=MemoryRequest))
 async def resume_memory(request: Request) -> Response:
-    """Bring back what was released."""
+    """Bring back the memory that was released."""
     body = await _optional_body(request, MemoryRequest)
     asleep = await server_state(request).engine.call("wake", tags=_tags(body.tags))
     return json_response({"success": True, "asleep": asleep})
@@ -183,8 +182,10 @@ async def resume_memory(request: Request) -> Response:
 async def pause(
     request: Request, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
 ) -> Response:
-    """As /pause_generation. wait: requests that have come so far end first. keep: running requests keep their KV, and
-    clear_cache has no effect.
+    """Pause as /pause_generation does.
+
+    wait: requests that have arrived so far end first. keep: running requests keep their KV, and clear_cache has no
+    effect.
     """
     _refuse_unknown(request, {"mode", "clear_cache"})
     engine = server_state(request).engine
@@ -196,7 +197,7 @@ async def pause(
 
 @router.post("/resume", **documented())
 async def resume(request: Request) -> Response:
-    """As /continue_generation."""
+    """Run steps again, as /continue_generation does."""
     _refuse_unknown(request, set())
     await server_state(request).engine.call("resume")
     return json_response({"status": "resumed"})
@@ -212,9 +213,9 @@ async def is_paused(request: Request) -> Response:
 async def sleep(
     request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Literal["abort", "wait", "keep"] = "abort"
 ) -> Response:
-    """Free memory. level: 0 only pauses; 1 keeps the weights in the memory of the host; 2 drops them.
+    """Free memory. level: 0 only pauses; 1 keeps the weights in host memory; 2 drops them.
 
-    wait: requests that have come so far end first. keep: running requests are computed again after /wake_up.
+    wait: requests that have arrived so far end first. keep: running requests are computed again after /wake_up.
     """
     _refuse_unknown(request, {"level", "mode"})
     engine = server_state(request).engine
@@ -231,9 +232,10 @@ async def sleep(
 async def wake_up(
     request: Request, tags: Annotated[list[Literal["weights", "kv_cache", "scheduling"]] | None, Query()] = None
 ) -> Response:
-    """Undo /sleep. Weights that were dropped come with the next update. scheduling: undo level 0."""
+    """Undo /sleep. Weights that were dropped must be sent with the next update. scheduling: undo level 0."""
     _refuse_unknown(request, {"tags"})
-    engine, wanted = server_state(request).engine, tags or ["weights", "kv_cache", "scheduling"]
+    engine = server_state(request).engine
+    wanted = tags or ["weights", "kv_cache", "scheduling"]
     asleep = await engine.call("wake", tags=[tag for tag in wanted if tag != "scheduling"])
     if "scheduling" in wanted:
         await engine.call("resume")
@@ -242,14 +244,14 @@ async def wake_up(
 
 @router.get("/is_sleeping", **documented())
 async def is_sleeping(request: Request) -> Response:
-    """Show whether the engine sleeps, and what is not on the devices."""
+    """Show whether the engine sleeps, and which parts of its memory are not on the devices."""
     asleep = (await server_state(request).engine.call("state"))["asleep"]
     return json_response({"is_sleeping": bool(asleep), "asleep": asleep})
 
 
 @router.post("/reset_prefix_cache", **documented(Success))
 async def reset_prefix_cache(request: Request) -> Response:
-    """As /flush_cache."""
+    """Drop the prefix cache, as /flush_cache does."""
     _refuse_unknown(request, set())
     await server_state(request).engine.call("flush_cache")
     return json_response({"success": True})
@@ -259,7 +261,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def _pause(engine: EngineProtocol, mode: Literal["abort", "wait", "keep"]) -> None:
-    """Pause as vLLM's `mode` says. Raises ConflictError if a pause that waits for requests was given up."""
+    """Pause in vLLM's `mode`. Raises ConflictError if a pause that waits for requests was given up."""
     if mode == "wait":
         await _finish(engine)
     else:
@@ -267,16 +269,16 @@ async def _pause(engine: EngineProtocol, mode: Literal["abort", "wait", "keep"])
 
 
 async def _finish(engine: EngineProtocol) -> None:
-    """Pause when the requests that have come so far have ended. Raises ConflictError if that was given up."""
+    """Pause when the requests that have arrived so far have ended. Raises ConflictError if that was given up."""
     if not await engine.call("finish"):
         raise ConflictError("The pause was given up: generation was resumed.")
 
 
 async def _sleep_after_requests(engine: EngineProtocol, level: int) -> Any:
-    """Put the engine to sleep when the requests that have come so far have ended. Returns what is not on the devices.
+    """Put the engine to sleep when the requests that have arrived so far have ended.
 
-    Nothing is paused afterwards that was not before: if the engine cannot sleep it serves on, and else the end of the
-    sleep is the end of the pause.
+    Returns the parts of its memory that are not on the devices. If the engine cannot sleep, it goes on serving. If it
+    can, the end of the sleep is the end of the pause.
     """
     was_paused = (await engine.call("state"))["paused"]
     await _finish(engine)
@@ -284,7 +286,7 @@ async def _sleep_after_requests(engine: EngineProtocol, level: int) -> Any:
         return await engine.call("sleep", level=level, mode="retract")
     finally:
         if not was_paused:
-            with contextlib.suppress(HTTPError):  # it died, and the next one is not paused
+            with contextlib.suppress(HTTPError):  # the engine died, and the next one is not paused
                 await engine.call("resume")
 
 
@@ -295,7 +297,7 @@ async def _updated(state: ServerState, method: str, **args: Any) -> Response:
 
 
 async def _optional_body(request: Request, model: type[B]) -> B:
-    """As `read_body`; no body is an empty object."""
+    """Read a body as `read_body` does. A request without a body has an empty object."""
     try:
         raw = await request.body()
     except ClientDisconnect:
@@ -329,7 +331,8 @@ def _largest(state: ServerState) -> int:
 async def _receive(request: Request, file: Path, limit: int) -> None:
     """Write the body to a file. Raises PayloadTooLargeError."""
     message = f"The file is larger than the limit of {limit} bytes."
-    announced, size = request.headers.get("content-length", ""), 0
+    announced = request.headers.get("content-length", "")
+    size = 0
     if announced.isdigit() and int(announced) > limit:
         raise PayloadTooLargeError(message)
     with file.open("xb", buffering=0) as out:
