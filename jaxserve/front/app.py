@@ -1,4 +1,7 @@
-"""The application in front of several models: each request is forwarded to the process of the model that it names."""
+"""Build the application in front of several models. It forwards each request to the process of the model it names.
+
+It answers a few routes itself: probes, metrics, the lists of models, and loading and unloading.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ from jaxserve.telemetry.tracing import NoTracing
 
 
 class _Named(msgspec.Struct):
-    """A body of which only the model is read; what else is in it is skipped, not decoded."""
+    """A body of which only the model is read. Its other fields are skipped, not decoded."""
 
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
@@ -62,8 +65,9 @@ _NAME = msgspec.json.Decoder(str | None)
 
 
 async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLimits) -> ModelPlan | None:
-    """Return the model; None if nothing names one. body: empty if there is none, or it is forwarded unread
+    """Return the model that the body or the query names; None if neither names one.
 
+    body: empty without a body, or if it is forwarded unread
     Raises InvalidValueError, ModelNotFoundError, and PayloadTooLargeError for a body that is costly to read.
     """
     named = None
@@ -92,7 +96,7 @@ def _model_of(body: bytes, limits: BodyLimits, path: str) -> str | None:
         raise InvalidValueError("model: should be a string", param="model", code="invalid_type") from None
 
 
-# an object that one of the models has; its id does not say which
+# an object of one of the models; its id does not say which model has it
 _OBJECT = re.compile(r"(/v1)?/(files|batches|responses|conversations)/(?!input_tokens$)[^/]+(/.*)?")
 _BELOW = ("/v1/", "/v2/", "/api/")
 _OTHER_PATHS = frozenset(
@@ -109,8 +113,8 @@ _WRITTEN_HERE = frozenset({b"x-request-id", b"openai-processing-ms", b"request-i
 class ForwardToModels:
     """ASGI application: every route that the front does not answer itself.
 
-    A GET of a path that no model's server has is a 404 here: a probe or a browser that asks for one must not load a
-    model, for which another one may be unloaded.
+    A GET of a path that no model's server has is a 404 here. A probe or a browser that asks for such a path must not
+    load a model, because another model might be unloaded for it.
     """
 
     def __init__(self, loaded_models: LoadedModels, limits: BodyLimits) -> None:
@@ -138,9 +142,12 @@ class ForwardToModels:
         return loaded if default in loaded else [*loaded, default]
 
     async def _forward(self, model: ServedModel, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
-        """Raises ModelEndedError, NotReadyError and ClientDisconnected if nothing has been answered."""
+        """Forward a request to a model's process.
+
+        Raises ModelEndedError, NotReadyError or ClientDisconnected if nothing has been answered.
+        """
         loaded = self._loaded_models.acquire(model)
-        # to wait for a disconnect would lose a body that was not read
+        # waiting for a disconnect would lose a body that was not read
         is_quick = body is None or model.state == "loaded"
         process = await (loaded if is_quick else until_disconnect(request, loaded))
         try:
@@ -168,7 +175,7 @@ async def _read(request: Request) -> bytes:
 
 
 def _with_id(scope: Scope) -> Scope:
-    """Return the scope with the request's id in its headers, so that both processes log the same one."""
+    """Return the scope with the request's id in its headers, so that both processes log the same id."""
     headers = [each for each in scope["headers"] if each[0] != b"x-request-id"]
     return {**scope, "headers": [*headers, (b"x-request-id", scope["state"]["request_id"].encode("latin-1"))]}
 
@@ -176,7 +183,7 @@ def _with_id(scope: Scope) -> Scope:
 class ForwardedAnswer:
     """The answer of a model's process on its way to the client.
 
-    hold_missing: do not send a 404, because another model may have the object
+    hold_missing: whether to hold back a 404, because another model may have the object
     """
 
     def __init__(self, scope: Scope, send: Send, *, hold_missing: bool) -> None:
@@ -193,7 +200,7 @@ class ForwardedAnswer:
             await self._begun.send(message)
 
     async def end(self, error: ModelEndedError, cause: PeerEndedError) -> None:
-        """Send the error as an event of the stream. Raises it if the answer has not begun."""
+        """Send the error as an event of the stream. Raises the error if the answer has not begun."""
         if not cause.has_headers or self.is_missing:
             self.is_missing = False
             raise error
@@ -256,14 +263,14 @@ async def retrieve_model(model: str, request: Request) -> Response:
 @router.get("/api/version")
 @router.head("/api/version")
 async def version() -> Response:
-    """Show the version of Ollama whose API this is, as a model's server does, but load no model for it."""
+    """Show the version of Ollama whose API this is, as a model's server does, without loading a model."""
     return json_response({"version": API_VERSION})
 
 
 @router.get("/api/tags")
 @router.head("/api/tags")
 async def tags(request: Request) -> Response:
-    """List all models in Ollama's form; of a model that is not loaded, its names only."""
+    """List all models in Ollama's form. A model that is not loaded has only its names."""
     loaded_models = _loaded_models(request)
     found = await _models_below(loaded_models, "/api/tags")
     known = {model["name"] for model in found}
@@ -278,7 +285,7 @@ async def running(request: Request) -> Response:
 
 
 async def _models_below(loaded_models: LoadedModels, path: str) -> list[dict[str, Any]]:
-    """Return the `models` that the loaded models' servers list. One that does not answer is left out."""
+    """Return the `models` that the loaded models' servers list. A server that does not answer is left out."""
     answers = await asyncio.gather(*(process.ask(path) for _, process in loaded_models.loaded_processes()))
     return [model for status, body in answers if status == 200 for model in orjson.loads(body)["models"]]
 
@@ -293,7 +300,7 @@ async def load(request: Request) -> Response:
 
 @router.post("/models/unload")
 async def unload(request: Request) -> Response:
-    """Start to unload a model. Its requests end first; new ones wait, and load it again."""
+    """Start to unload a model. Its requests end first. New requests wait and load it again."""
     model = await _named(request)
     _loaded_models(request).unload(model)
     return _state(model)
@@ -324,7 +331,8 @@ def create_front(loaded_models: LoadedModels, config: Config) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.loaded_models, app.state.metrics = loaded_models, metrics
+    app.state.loaded_models = loaded_models
+    app.state.metrics = metrics
     install_error_handlers(app)
     app.include_router(router)
     app.include_router(page.router)
@@ -333,7 +341,7 @@ def create_front(loaded_models: LoadedModels, config: Config) -> FastAPI:
 
 
 def _middleware(config: Config, limits: BodyLimits, metrics: Metrics) -> list[Middleware]:
-    """List the middleware, outermost first: that of a single server without the gate of its engine."""
+    """List the middleware, outermost first: as in a server of one model, but without the readiness gate."""
     section = config.server
     chain = [
         Middleware(RequestContext, metrics=metrics, tracing=NoTracing(), log_requests=config.logging.requests),
@@ -354,7 +362,7 @@ class FrontMetrics:
         self._loaded_models = loaded_models
 
     async def render(self) -> bytes:
-        """Return them in Prometheus' text format. A model that does not answer is left out."""
+        """Return the metrics in Prometheus' text format. A model that does not answer is left out."""
         own: Families = [each for each in read_families(self.own.registry) if each["name"].startswith("process_")]
         loaded = [(name, process.metrics()) for name, process in self._loaded_models.loaded_processes()]
         found = await asyncio.gather(*(reading for _, reading in loaded))

@@ -1,11 +1,8 @@
-"""The loaded models of the front: loaded when they are asked for, unloaded when idle or for room, loaded again.
+"""Keep the models of the front: load them on request, unload them when idle or for room, load them again.
 
-Every change of a model's state happens on the event loop, and a load or an unload of a model is one task (`work`), for
-which all its requests wait. So a model is never used by a request and unloaded at the same time.
-
-What the front knows of a model before it is loaded.
-
-One model of the front: its state, and what its next load waits for after a failure.
+`Catalog` has what the configuration says of each model, `ServedModel` its state and its delay after a failure, and
+`LoadedModels` loads and unloads. Every change of a model's state happens on the event loop. A load or an unload is one
+task (`work`), for which all requests of the model wait. So no request uses a model while it is unloaded.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model: its entry, and the whole configuration of its processes. names: the entry's name, then others"""
+    """One model: its entry, and the whole configuration of its processes. names: the entry's name, then its aliases"""
 
     entry: ModelEntry
     config: Config
@@ -42,7 +39,7 @@ class ModelPlan:
 
 
 class Catalog:
-    """The models of a server by name; the first is the default."""
+    """The models of a server by name. The first model is the default."""
 
     def __init__(self, plans: Sequence[ModelPlan]) -> None:
         self.plans = tuple(plans)
@@ -53,7 +50,7 @@ class Catalog:
         return self.plans[0]
 
     def find(self, name: str) -> ModelPlan:
-        """Return the model of a name, which Ollama's clients may send with `:latest`. Raises ModelNotFoundError."""
+        """Return the model of a name, to which Ollama's clients may add `:latest`. Raises ModelNotFoundError."""
         found = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))
         if found is None:
             shown = ", ".join(self._by_name)
@@ -70,11 +67,13 @@ FAILURES_FORGOTTEN_AFTER = 300.0  # seconds of service after which the count of 
 
 @dataclass
 class ServedModel:
-    """A model and its process. process: None unless the model takes room
+    """A model of the front and its process.
 
-    work: the load or unload that runs. asked: whether the operator wants the load that runs
-    in_flight: requests that it answers. waiting: requests that wait for it to load
-    used: time.monotonic() of the last request's end. objects: of its /v1/models, known after the first load
+    process: None unless the model takes room
+    work: the load or unload that runs. asked: whether the operator asked for the load that runs
+    in_flight: requests that the process answers. waiting: requests that wait for the load
+    used: time.monotonic() at the end of the last request
+    objects: entries of the process's /v1/models, known after the first load
     """
 
     plan: ModelPlan
@@ -87,24 +86,28 @@ class ServedModel:
     used: float = 0.0
     objects: list[dict[str, Any]] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
-    exit_status: int | None = None  # of the process that failed; None: it did not fail
+    exit_status: int | None = None  # exit status of the process that failed; None: it did not fail
     _failures: int = 0
-    _next_load: float = 0.0  # time.monotonic() before which it is not loaded again
+    _next_load: float = 0.0  # time.monotonic() before which the model is not loaded again
 
     @property
     def is_free(self) -> bool:
-        """Whether it is loaded and no request of a client needs it."""
+        """Whether the model is loaded and no request of a client needs it."""
         return self.state == "loaded" and not self.in_flight and not self.waiting
 
     def failed(self, status: int, served: float) -> float:
-        """Note that its process has ended by itself; return the seconds before the next load. served: seconds"""
+        """Record that the process has ended by itself, and return the seconds until the next load.
+
+        served: seconds for which the process served
+        """
         if served > FAILURES_FORGOTTEN_AFTER:
             self._failures = 0
         if not served:
-            self._failures = max(1, self._failures)  # what did not load at all is not tried again at once
+            self._failures = max(1, self._failures)  # a model that did not load at all is not tried again at once
         delay = DELAYS[min(self._failures, len(DELAYS) - 1)]
         self._failures += 1
-        self.exit_status, self._next_load = status, time.monotonic() + delay
+        self.exit_status = status
+        self._next_load = time.monotonic() + delay
         return delay
 
     def forgive(self) -> None:
@@ -112,7 +115,7 @@ class ServedModel:
         self._next_load = 0.0
 
     def check_may_load(self) -> None:
-        """Raises NotReadyError before the time of the next load after a failure."""
+        """Raise NotReadyError if the delay after a failure is not over."""
         wait = self._next_load - time.monotonic()
         if wait > 0:
             error = NotReadyError(
@@ -134,12 +137,12 @@ class ServedModel:
 
 
 IDLE_LOOK_INTERVAL = 1.0  # seconds between two looks for idle models
-FINISH_SECONDS = 15.0  # a process must have ended so long after the drain timeout
+FINISH_SECONDS = 15.0  # a process must end within this time after the drain timeout
 UNKNOWN = -1  # exit status of a process that was not started
 
 
 class LoadedModels:
-    """All models of one front. directory: private, for the sockets of their processes"""
+    """Load and unload the models of one front. directory: a private one, for the sockets of their processes"""
 
     def __init__(self, catalog: Catalog, models: ModelsSection, server: ServerSection, directory: Path) -> None:
         self.catalog = catalog
@@ -150,10 +153,10 @@ class LoadedModels:
         self._directory = directory
         self._numbers = itertools.count()
         self._place = asyncio.Lock()  # held while a load looks for room, so that two do not take the same
-        self._freed = asyncio.Event()  # a model may have room, or may be unloaded for it
+        self._freed = asyncio.Event()  # set if there may be room, or a model that may be unloaded
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
-        self.started = asyncio.Event()  # the models of the start are loaded, or failed
+        self.started = asyncio.Event()  # set once the models of the start are loaded, or failed
 
     def of(self, plan: ModelPlan) -> ServedModel:
         return self._by_name[plan.name]
@@ -217,9 +220,9 @@ class LoadedModels:
             self._load_work(model, asked=True)
 
     def unload(self, model: ServedModel) -> None:
-        """Start to unload the model if it is loaded: its requests end first. A load that runs is given up."""
+        """Start to unload the model if it is loaded. Its requests end first. A load that runs is given up."""
         if model.state == "loading":
-            if model.work is not None and not model.work.cancelling():  # twice would not wait for the process
+            if model.work is not None and not model.work.cancelling():  # a second cancel would not wait for the process
                 model.work.cancel()
         elif model.state == "loaded":
             self._unload_work(model)
@@ -227,8 +230,9 @@ class LoadedModels:
     # loading
 
     def _load_work(self, model: ServedModel, *, asked: bool = False) -> asyncio.Task[None]:
-        """Start to load a model. asked: by the operator; the load then continues if no request waits for it"""
-        model.state, model.asked = "loading", asked
+        """Start to load a model. asked: whether the operator asked for it; it then loads even if no request waits"""
+        model.state = "loading"
+        model.asked = asked
         return self._work(model, self._load(model))
 
     def _work(self, model: ServedModel, steps: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -245,8 +249,9 @@ class LoadedModels:
         return model.work
 
     async def _load(self, model: ServedModel) -> None:
-        """Load the model. A failure is noted, not raised."""
-        began, name = time.monotonic(), model.plan.name
+        """Load the model. A failure is recorded, not raised."""
+        began = time.monotonic()
+        name = model.plan.name
         try:
             async with self._place:
                 if not await self._make_room(model):
@@ -267,7 +272,8 @@ class LoadedModels:
             self._failed(model, UNKNOWN, served=0.0)
         else:
             logger.info("model %s is loaded (%.1f s, process %s)", name, time.monotonic() - began, process.pid)
-            model.state, model.exit_status = "loaded", None
+            model.state = "loaded"
+            model.exit_status = None
             model.used = time.monotonic()
             self._keep(self._watch(model, process))
 
@@ -278,9 +284,9 @@ class LoadedModels:
         model.state, model.process = "unloaded", None
 
     async def _make_room(self, wanted: ServedModel) -> bool:
-        """Unload the model that was used longest ago until there is a place. Waits while every model is in use.
+        """Unload the least recently used models until there is room, and wait while every model is in use.
 
-        Returns false if no request waits for the model any more.
+        Returns False if no request waits for `wanted` any more.
         """
         most = self._models.max_loaded
         while most is not None and sum(each.process is not None for each in self.all) >= most:
@@ -297,7 +303,7 @@ class LoadedModels:
         return True
 
     async def _watch(self, model: ServedModel, process: ModelProcess) -> None:
-        """Wait for the end of a loaded model's process, and note it unless it was asked for."""
+        """Wait for the end of a loaded model's process, and record a failure unless the model was unloaded."""
         status = await process.ended()
         if model.state == "loaded" and not self._stopping:
             self._failed(model, status, served=time.monotonic() - process.since)
@@ -323,7 +329,7 @@ class LoadedModels:
             await self._unload_if_free(model)
 
     async def _unload_if_free(self, model: ServedModel) -> bool:
-        """Unload the model and wait for it, unless it works on a batch or a request has come meanwhile."""
+        """Unload the model and wait for it, unless it works on a batch or a request has arrived meanwhile."""
         process = model.process
         if process is None or not await process.is_idle():
             return False
@@ -348,7 +354,7 @@ class LoadedModels:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Take no more requests, let those that run end, and end all processes."""
+        """Take no more requests, wait for the requests that run, and end all processes."""
         self._stopping = True
         loads = [each for each in self.all if each.state == "loading"]
         for model in loads:

@@ -1,7 +1,7 @@
-"""The server of one model: a child process that listens on a Unix socket in a private directory.
+"""Run the server of one model: a child process that listens on a Unix socket in a private directory.
 
-The child is `python -m jaxserve.cli.model_server`. It ends when its stdin closes, so none is left if this process is
-killed.
+The child is `python -m jaxserve.cli.model_server`. It ends when its stdin closes, so no child is left if this process
+is killed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from jaxserve.transport.child import child_environment, python_command
 
 CHILD_BACKLOG = 2048  # connections that the kernel queues while the child starts
 LOAD_INTERVAL = 0.1  # seconds between two looks whether the model is loaded
-ANSWER_SECONDS = 5.0  # the child must answer a question of this process within them
+ANSWER_SECONDS = 5.0  # the child must answer a request of this process within this time
 _ENGINE_WORK = ("jaxserve:num_requests_running", "jaxserve:num_requests_waiting")
-# Also what has no request in the engine now. A server without a store has none of it.
+# Metrics of stored work, which may have no request in the engine now. A server without a store has neither.
 _STORED_WORK = ("jaxserve:batches_running", "jaxserve:background_responses_running")
 
 logger = logging.getLogger(__name__)
 
 
 class ModelServerStart(msgspec.Struct, frozen=True):
-    """The first line that the child reads. config: JSON with secrets. listener: inherited descriptor"""
+    """The first line that the child reads. config: JSON with secrets. listener: the inherited descriptor"""
 
     config: str
     listener: int
@@ -53,9 +53,10 @@ class ProcessEndedError(Exception):
 
 
 class ModelProcess:
-    """One run of the server of a model. socket: path of a socket that does not exist yet
+    """One run of the server of a model.
 
-    config: with an admin key, with which this process asks the child for its metrics
+    config: has an admin key, which this process uses to ask the child for its metrics
+    socket: path of a socket that does not exist yet
     """
 
     def __init__(self, config: Config, socket: Path) -> None:
@@ -72,7 +73,7 @@ class ModelProcess:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the child. Connections are accepted from here on."""
+        """Start the child. From then on connections are accepted."""
         with self._listen() as listener:
             self._process = await asyncio.create_subprocess_exec(
                 *python_command("jaxserve.cli.model_server"),
@@ -137,9 +138,11 @@ class ModelProcess:
         ]
 
     async def ask(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of a GET; status 0 if there is no answer in time."""
+        """Return (status, body) of a GET; status 0 if there is no answer in time."""
         scope = {"method": "GET", "raw_path": path.encode(), "query_string": b"", "headers": self._headers}
-        status, body, first = 0, bytearray(), True
+        status = 0
+        body = bytearray()
+        first = True
 
         async def receive() -> Message:
             nonlocal first
