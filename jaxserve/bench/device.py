@@ -1,4 +1,4 @@
-"""`python -m jaxserve.bench.device`: where the device suite is. It is no part of the package."""
+"""`python -m jaxserve.bench.device`: say where the device suite is, which is not in the package."""
 
 raise SystemExit(
     "the device suite is in the repository, not in the package: run python -m benchmarks.device_suite there"

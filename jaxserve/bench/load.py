@@ -1,10 +1,8 @@
-"""The load generator: sends a workload to any OpenAI-compatible server and records the time of every token.
+"""Send a workload to any OpenAI-compatible server, and record and summarize the time of every token.
 
-Workloads: prompts, output lengths and arrival times, drawn from a seed.
-
-There are three kinds: random token ids, a text file, and a trace of a production service.
-
-Summarize timings: percentiles, throughput, goodput; as a table and as JSON. Describe the environment.
+A workload is a list of prompts, output lengths and arrival times, which are drawn from a seed. There are three kinds:
+random token ids, a text file, and a trace of a production service. The report has percentiles, throughput and goodput,
+as a table and as JSON with the environment.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ from jaxserve.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request of a workload. at: seconds from the start until it is sent; None: as soon as concurrency allows."""
+    """One request of a workload. at: seconds from the start until it is sent; None: as soon as concurrency allows"""
 
     prompt: str | list[int]
-    num_prompt_tokens: int | None  # None: only the server knows
+    num_prompt_tokens: int | None  # None: only the server knows the number
     max_tokens: int
     at: float | None = None
 
@@ -45,7 +43,7 @@ class LoadRequest:
 def random_workload(
     count: int, *, input_len: int, output_len: int, vocab_size: int, spread: float = 0.0, seed: int = 0
 ) -> list[LoadRequest]:
-    """Make prompts of random token ids. With `spread` 0.5 lengths are drawn from 0.5 to 1.5 times the given ones."""
+    """Make prompts of random token ids. With `spread` 0.5, lengths are drawn from 0.5 to 1.5 times the given ones."""
     rng = random.Random(seed)
 
     def length(mean: int) -> int:
@@ -66,7 +64,7 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]
 def dataset_workload(path: Path, count: int, *, output_len: int, seed: int = 0) -> list[LoadRequest]:
     """Read prompts from a JSONL file: the first string under prompt, question, text, turns or messages.
 
-    Raises ConfigError if the file cannot be read, or no line has one.
+    Raises ConfigError if the file cannot be read, or if no line has a prompt.
     """
     lines = _text(path).split("\n")  # splitlines would also split at U+2028, which JSON's strings may contain
     prompts = [text for number, line in enumerate(lines, 1) if (text := _prompt_of(path, number, line))]
@@ -77,7 +75,7 @@ def dataset_workload(path: Path, count: int, *, output_len: int, seed: int = 0) 
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file of the user. Raises ConfigError."""
+    """Return the text of the user's file. Raises ConfigError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -107,8 +105,9 @@ def trace_workload(
 ) -> list[LoadRequest]:
     """Read arrival times and lengths from a CSV trace (TIMESTAMP, ContextTokens, GeneratedTokens).
 
-    Prompts are random token ids. speed: divides the times. max_len: limit of prompt plus output tokens, at least 3
-    Raises ConfigError if the file is no trace of so many requests.
+    Prompts are random token ids.
+    speed: divides the arrival times. max_len: limit of prompt plus output tokens, at least 3
+    Raises ConfigError if the file is not a trace of at least `count` requests.
     """
     rng = random.Random(seed)
     requests: list[LoadRequest] = []
@@ -127,7 +126,7 @@ def trace_workload(
 def trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
     """Yield the seconds since the first row, the prompt tokens and the output tokens of each row of a CSV trace.
 
-    Raises ConfigError if the file cannot be read or a row is no such row.
+    Raises ConfigError if the file cannot be read, or if a row has another form.
     """
     start: datetime | None = None
     rows = csv.DictReader(_text(path).splitlines())
@@ -136,13 +135,13 @@ def trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
             when = datetime.fromisoformat(row["TIMESTAMP"][:26])
             start = start or when
             yield (when - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        except (KeyError, TypeError, ValueError):  # TypeError: a row that is cut off, or two forms of time
+        except (KeyError, TypeError, ValueError):  # TypeError: the row is cut off, or the file has two forms of time
             fix = "it needs the columns TIMESTAMP, ContextTokens and GeneratedTokens"
             raise ConfigError(f"line {rows.line_num} of {path} is no row of a trace", fix=fix) from None
 
 
 def warm_up_workload(requests: list[LoadRequest], count: int, *, vocab_size: int, seed: int = 0) -> list[LoadRequest]:
-    """Return requests as long as those that are measured, with other prompts: these would be cached otherwise."""
+    """Return requests of the same lengths with other prompts, so that the measured prompts are not cached."""
     rng = random.Random(f"warm-up {seed}")
 
     def other(prompt: str | list[int]) -> str | list[int]:
@@ -152,15 +151,15 @@ def warm_up_workload(requests: list[LoadRequest], count: int, *, vocab_size: int
 
 
 def poisson(requests: list[LoadRequest], rate: float, *, seed: int = 0) -> list[LoadRequest]:
-    """Return the requests with arrival times: `rate` per second, with exponential gaps."""
+    """Return the requests with arrival times: `rate` requests per second, with exponential gaps."""
     rng = random.Random(seed)
     times = accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0)
     return [replace(request, at=at) for request, at in zip(requests, times, strict=False)]
 
 
-_TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # of a chat's chunk
-_NO_STREAM = (ValueError, LookupError, TypeError, AttributeError)  # of reading events that have another form
-READ_TIMEOUT = 600.0  # seconds without a byte
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # texts in a chunk of a chat
+_NO_STREAM = (ValueError, LookupError, TypeError, AttributeError)  # raised by reading events of another form
+READ_TIMEOUT = 600.0  # most seconds without a byte
 
 
 @dataclass(slots=True)
@@ -168,7 +167,7 @@ class Timing:
     """The times of one request, in seconds since the start of the run."""
 
     sent: float
-    token_times: list[float] = field(default_factory=list)  # of each chunk with text or tokens, at least one
+    token_times: list[float] = field(default_factory=list)  # time of each chunk with text or tokens, at least one
     output_tokens: int = 0
     prompt_tokens: int = 0
     ended: float = 0.0
@@ -184,7 +183,7 @@ class Timing:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first; None for fewer than two tokens."""
+        """Mean seconds of an output token after the first; None for fewer than two tokens."""
         if self.output_tokens < 2 or not self.token_times:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
@@ -199,7 +198,7 @@ class LoadTarget:
     api_key: str | None = None
     chat: bool = False
     ignore_eos: bool = True
-    token_ids: bool = False  # request token ids, so that a token without text is timed too
+    token_ids: bool = False  # whether to request token ids, so that a token without text is timed too
 
 
 def root_url(text: str) -> str:
@@ -226,13 +225,13 @@ async def run_load(
 ) -> tuple[list[Timing], float]:
     """Send all requests, at most `concurrency` at once and none before its time.
 
-    Returns the timings and the seconds in total.
+    Returns the timings and the seconds of the whole run.
     """
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     gate = asyncio.Semaphore(concurrency or len(requests) or 1)
 
     async with httpx2.AsyncClient(limits=limits, timeout=READ_TIMEOUT, headers=_headers(target.api_key)) as client:
-        start = time.perf_counter()  # the client reads the certificates of this machine before, for 0.05 s and more
+        start = time.perf_counter()  # after the client has read the certificates of this machine, for 0.05 s and more
 
         async def one(request: LoadRequest) -> Timing:
             if request.at is not None:
@@ -286,13 +285,13 @@ async def _read_events(reply: httpx2.Response, timing: Timing, start: float) -> 
 
 
 def _is_timed(choice: dict[str, Any], timing: Timing) -> bool:
-    """Return whether a chunk brings tokens. One that only ends the answer does if none did: its token has no text."""
+    """Return whether a chunk brings tokens. If no chunk did, the last one does: its token has no text."""
     brings = _has_text(choice) or bool(choice.get("token_ids"))
     return brings or (bool(choice.get("finish_reason")) and not timing.token_times)
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    """Return whether a chunk has text of the model: of the answer, of the reasoning before it, or of a call."""
+    """Return whether a chunk has text of the answer, of the reasoning before it, or of a call."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text") or any(delta.get(name) for name in _TEXTS))
 
@@ -342,7 +341,7 @@ class LoadReport:
     completed: int
     failed: int
     seconds: float
-    request_rate: float  # completed per second
+    request_rate: float  # completed requests per second
     prompt_tokens: int
     output_tokens: int
     output_rate: float  # tokens per second
@@ -410,7 +409,7 @@ def table(report: LoadReport) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions and the machine, to print beside every figure."""
+    """Return the versions and the machine, which are printed beside every figure."""
     packages = {"jaxserve": __version__}
     for name in ("jax", "jaxlib", "flax", "numpy"):
         try:

@@ -1,4 +1,4 @@
-"""Offline throughput: run a workload on the engine in process, without HTTP."""
+"""Measure offline throughput: run a workload on the engine in this process, without HTTP."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from jaxserve.system import install_command
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError without matplotlib, and for a file of another kind."""
+    """Raise ConfigError without matplotlib, and if the file is not a PNG."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot writes a PNG, and {path} has another ending")
     if importlib.util.find_spec("matplotlib") is None:
@@ -20,7 +20,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(timings: Sequence[Timing], path: Path) -> None:
-    """Write a PNG. `check_plot` has passed."""
+    """Write the plot as PNG. `check_plot` must have passed."""
     from matplotlib.figure import Figure  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     good = [t for t in timings if t.error is None]

@@ -1,10 +1,10 @@
-"""The public Engine: that of jaxserve.engine, plus chat as over HTTP.
+"""Define the public Engine: the engine in this process (jaxserve.engine), and chat as over HTTP.
 
     engine = Engine("DIR")
     engine.chat([{"role": "user", "content": "Hello"}], max_tokens=32).choices[0].message.content
 
 The HTTP route's own code reads the fields and builds the answer. Its coroutines run in a thread with an event loop,
-because the caller may already be inside a running one (a notebook). The caller waits meanwhile.
+because the caller may already be inside a running loop (a notebook). The caller waits for them.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Engine(TextEngine):
     ) -> ChatCompletion | Generator[ChatCompletionChunk, None, None]:
         """Answer a conversation as POST /v1/chat/completions does; with `stream`, chunk by chunk.
 
-        messages: dicts, or messages of former answers
+        messages: dicts, or messages of earlier answers
         params: the sampling, as for `generate`; None: the route's defaults
-        fields: those of the route (docs/routes.md), as max_tokens, tools, response_format. They go before `params`.
+        fields: fields of the route (docs/routes.md), such as max_tokens, tools, response_format. They replace `params`.
         Closing the stream aborts.
-        Raises RequestError, also for a field that the route does not know, and ConfigError at the first call if the
-        chat template or the tokenizer is not the model's.
+        Raises RequestError, also for a field that the route does not know. Raises ConfigError at the first call if the
+        chat template or the tokenizer does not fit the model.
         """
         with self._lock.held():
             self._check_open()
@@ -98,8 +98,9 @@ class Engine(TextEngine):
     async def _outputs(
         self, prompt: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a prompt's sequences as they arrive. Raises the error of a failed output. Closing it
-        aborts.
+        """Yield the outputs of a prompt's sequences as they arrive. Closing the generator aborts.
+
+        Raises the error of a failed output.
         """
         name = options.get("request_id") or "chat"
         group = self._siblings(prompt, params, name, options.get("priority", 0), options.get("cache_salt", ""))
@@ -113,7 +114,7 @@ class Engine(TextEngine):
                     async with self._lock.awaited():
                         self._run_step()
                     self._check_runs()
-                    await asyncio.sleep(0)  # lets cancellation arrive and other beams of a search run
+                    await asyncio.sleep(0)  # so that a cancellation arrives and other beams of a search run
                     continue
                 output = outputs.popleft()
                 if output.error is not None:
@@ -127,8 +128,8 @@ class Engine(TextEngine):
 class _SteppedEngine:
     """Adapt an Engine to the interface of the HTTP side.
 
-    The server's limits on queue, time and unread outputs do not apply: there is one user, and a step runs only when its
-    outputs are requested.
+    The server's limits on queue, time and unread outputs do not apply, because there is one user and a step runs only
+    when its outputs are requested.
     """
 
     engine: Engine
@@ -171,7 +172,7 @@ class _SteppedEngine:
         return self.engine._outputs(prompt_token_ids, params, **options)
 
     async def call(self, method: str, **args: Any) -> Any:
-        """Raises InvalidValueError: no route of an operator is served in process."""
+        """Raise InvalidValueError: no route of an operator is served in process."""
         raise InvalidValueError(f"{method}: call the engine")
 
     async def waiting(self) -> list[WaitingRequest]:
@@ -179,21 +180,22 @@ class _SteppedEngine:
 
 
 class _Chats:
-    """The state shared by all conversations of one engine."""
+    """The state that all conversations of one engine share."""
 
     def __init__(self, engine: _SteppedEngine) -> None:
         self.state = ServerState(engine, engine.config, Metrics(), make_tracing(engine.config.logging))
         check_template(self.state)
         check_vocabulary(self.state)
-        template, texts = self.state.chat_template, self.state.text_work
-        # without the state, which refers to the engine
+        template = self.state.chat_template
+        texts = self.state.text_work
+        # they do not refer to the state, which refers to the engine
         self.stops = [texts.stop, self.state.template_work.stop, *([] if template is None else [template.stop])]
         self.loop = LoopThread("jaxserve-chat")
 
     def prepare(self, fields: dict[str, Any]) -> ChatAnswer:
         """Validate the fields and start a conversation.
 
-        Raises InvalidValueError for an unknown field, and for any engine but the only one.
+        Raises InvalidValueError for an unknown field, and for a field that names another engine.
         """
         fields = {"model": self.state.engine.info.served_names[0]} | fields
         body, unknown = validated(orjson.dumps(fields, default=_plain), ChatCompletionRequest)
@@ -219,7 +221,7 @@ class _Chats:
             self.loop.settle(_end(events))
 
 
-# of SamplingParams, those that chat/completions has under another name or not at all -> what the route has
+# fields of SamplingParams that chat/completions does not have under the same name -> its own field or way
 _OF_THE_ROUTE = {
     "grammar": "response_format",
     "bad_words_token_ids": "bad_words",
@@ -238,11 +240,12 @@ def _fields(params: SamplingParams | None) -> dict[str, Any]:
         return {}
     if not isinstance(params, SamplingParams):
         raise InvalidValueError(f"params are SamplingParams, not {type(params).__name__}", param="params")
-    given, usual = msgspec.structs.asdict(params), msgspec.structs.asdict(SamplingParams())
+    given = msgspec.structs.asdict(params)
+    usual = msgspec.structs.asdict(SamplingParams())
     for name, instead in _OF_THE_ROUTE.items():
         if given.pop(name) != usual[name]:
             raise InvalidValueError(f"params.{name}: in a conversation give {instead}", param=name)
-    given.pop("grouped")  # of batches only
+    given.pop("grouped")  # only batches use it
     if given["logprobs"] is not None:
         given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
     given["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
@@ -258,7 +261,7 @@ async def _end(events: AsyncGenerator[bytes, None]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a message of an earlier answer to what a client would send."""
+    """Convert a message of an earlier answer to the dict that a client would send."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_none=True)
     raise TypeError(f"{type(value).__name__} is no JSON")

@@ -1,8 +1,7 @@
-"""A server for notebooks and tests: `with launch_server("DIR") as server: ... server.url`.
+"""Run a server from notebooks and tests: `with launch_server("DIR") as server: ... server.url`.
 
-The HTTP side runs in a thread of this process, the engine in a child process, as under `jaxserve launch`.
-
-Run an event loop in a thread, for callers without a running loop or inside one.
+The HTTP side runs in a thread of this process, the engine in a child process, as under `jaxserve launch`. `LoopThread`
+runs coroutines in a thread for callers that may be inside a running event loop.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.transport.socket_directory import scratch_directory
 
-MakeLink = Callable[[Config], EngineLink | Sequence[EngineLink]]  # several: one of each replica
+MakeLink = Callable[[Config], EngineLink | Sequence[EngineLink]]  # several: one for each replica
 
-START_TIMEOUT = 600.0  # seconds; a cold compile of a large model takes minutes
+START_TIMEOUT = 600.0  # seconds; compiling a large model without a cache takes minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,12 @@ def launch_server(
     make_link: MakeLink | None = None,
     **keys: Any,
 ) -> Iterator[RunningServer]:
-    """Start a server on 127.0.0.1, wait until it is ready, stop it at the end.
+    """Start a server on 127.0.0.1, wait until it is ready, and stop it at the end.
 
-    Arguments as of Engine; the port is a free one unless it is given, and files and batches last as long as the
-    server unless store.path is given. make_link: how the engine is reached, if not as a child process.
-    Raises ConfigError if it cannot start.
+    The arguments are those of Engine. The port is a free one unless it is given. Files and batches last as long as the
+    server unless store.path is given.
+    make_link: makes the connection to the engine; None: the engine is a child process
+    Raises ConfigError if the server cannot start.
     """
     if config is None:
         config = Config.of(model, **({"port": 0} | keys))
@@ -69,7 +69,7 @@ class _Thread:
         self._launch: Launch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
-        self._is_left = False  # `_stop` was called
+        self._is_left = False  # whether `_stop` was called
 
     def _run(self) -> None:
         try:
@@ -90,7 +90,7 @@ class _Thread:
         self._thread.start()
         try:
             return self._ready()
-        except BaseException:  # an interrupt, or too long a start: nobody else would end the engine process
+        except BaseException:  # an interrupt or a timeout: nothing else would end the engine process
             self._stop()
             raise
 
@@ -143,8 +143,10 @@ class LoopThread:
         return tasks[0].result()
 
     def settle(self, work: Coroutine[Any, Any, None]) -> None:
-        """`run` of what releases something. From the thread itself, where the garbage collector may call it, it is
-        only begun."""
+        """Run `work`, which releases something.
+
+        The garbage collector may call this in the loop's own thread. There `work` is only begun.
+        """
         if threading.current_thread() is self._thread:
             self._pending = self._loop.create_task(work)
         elif self._thread.is_alive():
