@@ -1,6 +1,6 @@
-"""jaxserve under Ray Serve: `serve run configs/ray.yaml` imports `jaxserve.ray:build_app`.
+"""Serve models under Ray Serve: `serve run configs/ray.yaml` imports `jaxserve.ray:build_app`.
 
-Nothing else of jaxserve imports this folder. Ray itself is imported by deployments.py.
+No other folder of jaxserve imports this one, and only deployments.py imports Ray itself.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 
 
 def build_app(args: Mapping[str, Any]) -> Any:
-    """Build the Serve application of one model. args: as `ray.serve.llm:build_openai_app` takes them, see settings.py
+    """Build the Serve application of one model.
 
+    args: the arguments of `ray.serve.llm:build_openai_app`, see settings.py
     Raises ConfigError for a key that does not fit, and ImportError without the extra `ray`.
     """
     from jaxserve.ray.deployments import application  # noqa: PLC0415  # imports ray, an optional dependency

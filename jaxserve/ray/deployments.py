@@ -1,4 +1,9 @@
-"""The application under Ray Serve: HTTP ingress, groups of hosts, routing by prefixes, and metrics."""
+"""Build the application under Ray Serve: HTTP ingress, engine replicas, routing by prefixes, and metrics.
+
+A `Group` starts the followers of an engine on several hosts. `EngineReplica` is one engine with its application, and
+exports its metrics to Serve. The `Ingress` reads each request and sends it to the replica that the `PrefixRouter` ranks
+first.
+"""
 
 from __future__ import annotations
 
@@ -66,17 +71,20 @@ FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
 
 
 class FollowerActor:
-    """One host that is not the leader. words: flags of `jaxserve launch`; this process's environment is read too"""
+    """One host that is not the leader.
+
+    words: flags of `jaxserve launch`, beside this process's environment
+    """
 
     def __init__(self, words: Sequence[str], rank: int, leader: str, key: str) -> None:
-        """leader: HOST:PORT. key: of the group"""
+        """Read the configuration. leader: HOST:PORT of the leader. key: key of the group"""
         config = load_config(words, os.environ)
         configure_logging(config.logging)
         self._directory = SocketDirectory()
         self._keeper = FollowerKeeper(group_config(config, self._directory.path, leader, key, rank))
 
     async def follow(self) -> str:
-        """Follow as long as this actor lives. Returns why this host cannot, if it cannot."""
+        """Follow as long as this actor lives. If this host cannot follow, return the reason."""
         try:
             await self._keeper.run()
         except ConfigError as error:
@@ -94,14 +102,18 @@ def group_config(config: Config, directory: Path, leader: str, key: str, rank: i
 
 
 class Group:
-    """The followers of the engine in this replica. config: of its leader. options: of each follower's actor"""
+    """The followers of the engine in this replica.
+
+    config: configuration of the leader. options: options of each follower's actor
+    """
 
     def __init__(self, words: Sequence[str], config: Config, options: Sequence[dict[str, Any]]) -> None:
         """Start the actors. Waits for Ray. Raises ConfigError."""
         placement = get_current_placement_group()
         nodes = placement_group_table(placement)["bundles_to_node_id"]
         host = LOOPBACK if len(set(nodes.values())) == 1 else get_node_ip_address()
-        leader, key = f"{host}:{free_port(host)}", secrets.token_hex(32)
+        leader = f"{host}:{free_port(host)}"
+        key = secrets.token_hex(32)
         self._directory = SocketDirectory()
         self.config = group_config(config, self._directory.path, leader, key, 0)
         self._actors: list[Any] = []
@@ -124,11 +136,11 @@ class Group:
 
     @property
     def failure(self) -> str | None:
-        """Why a host cannot follow any more; None if all can."""
+        """Return the reason why a host cannot follow any more; None if all hosts can."""
         return next((each.result() for each in self._failures if each.done() and not each.cancelled()), None)
 
     def close(self) -> None:
-        """End all actors, and so their engine processes."""
+        """End all actors, which ends their engine processes too."""
         for task in self._failures:
             task.cancel()
         for actor in self._actors:
@@ -137,7 +149,7 @@ class Group:
 
 
 async def _reason(rank: int, end: Awaitable[str]) -> str:
-    """Wait for the end of a follower. Returns why."""
+    """Wait for the end of a follower and return its reason."""
     try:
         return f"host {rank} cannot follow: {await end}"
     except RayError as error:
@@ -148,7 +160,7 @@ INTERVAL = 5.0  # seconds; Ray's agent collects at this rate
 
 
 class MetricExport:
-    """Writes every sample as a gauge of Serve, which adds deployment and replica as tags. Buckets keep their `le`."""
+    """Write every sample as a gauge of Serve, which adds deployment and replica as tags. Buckets keep their `le`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -187,15 +199,19 @@ def application(args: Mapping[str, Any]) -> Any:
 
 
 class EngineReplica:
-    """One engine and its application. words: flags of `jaxserve launch`; this process's environment is read too
+    """One engine and its application.
 
+    words: flags of `jaxserve launch`, beside this process's environment
     followers: options of the actor of each further host of the engine
     """
 
     async def __init__(
         self, words: tuple[str, ...], log_engine_metrics: bool, followers: Sequence[dict[str, Any]]
     ) -> None:
-        """Return when requests are answered without delay. Raises ConfigError if the engine cannot start."""
+        """Start the engine, and return when requests are answered without delay.
+
+        Raises ConfigError if the engine cannot start.
+        """
         config = load_config(words, os.environ)
         configure_logging(config.logging)
         self._drain_timeout = config.server.drain_timeout
@@ -230,10 +246,10 @@ class EngineReplica:
             await parts.aclose()
 
     async def check_health(self) -> None:
-        """Called by Ray's controller. Raises EngineDeadError where no engine will answer any more.
+        """Raise EngineDeadError if no engine will answer any more. Ray's controller calls this.
 
-        While the engine is started again, or is silent and the watchdog may end it, the replica is healthy: its
-        requests go on in the next engine, and a new replica would lose them. The router gives it no further ones.
+        While the engine restarts, or is silent and the watchdog may end it, the replica is healthy. Its requests go on
+        in the next engine, and a new replica would lose them. The router sends it no further requests.
         """
         if self._engine.status.phase == "dead":
             raise EngineDeadError(f"the engine is dead: {self._engine.status.detail}")
@@ -241,11 +257,11 @@ class EngineReplica:
             raise EngineDeadError(self._group.failure)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray's controller every second; PrefixRouter reads it."""
+        """Return the replica's load, which PrefixRouter reads. Ray's controller calls this every second."""
         return {"is_ready": self._engine.alive, "num_requests": self._engine.num_live}
 
     def __del__(self) -> Awaitable[None] | None:
-        """Called and awaited by Ray after the requests of a replica have ended or its grace period has."""
+        """End the engine. Ray calls and awaits this after the replica's requests or its grace period have ended."""
         stack = self.__dict__.pop("_stack", None)
         return None if stack is None else self._close(stack)
 
@@ -255,9 +271,10 @@ class EngineReplica:
 
 
 class Ingress:
-    """Reads each request and passes it on to the engine that the router chooses.
+    """Read each request and pass it on to the engine that the router chooses.
 
-    words: flags of `jaxserve launch`. variables: of the engines' environment, beside those of this process
+    words: flags of `jaxserve launch`
+    variables: environment variables of the engines, beside this process's environment
     """
 
     def __init__(self, engines: Any, words: tuple[str, ...], variables: Mapping[str, str]) -> None:
@@ -268,7 +285,7 @@ class Ingress:
         return RelayedAnswer(get_route_path(request.scope), self._app)
 
     async def _ask(self, request: RelayedRequest) -> AsyncIterator[list[Message]]:
-        """Yield what one replica answers. Raises ReplicaLostError, QueueFullError and NotReadyError."""
+        """Yield the answer of one replica. Raises ReplicaLostError, QueueFullError or NotReadyError."""
         parts = self._answer.remote(request)
         try:
             async for messages in parts:
@@ -284,12 +301,12 @@ class Ingress:
 
 
 BLOCK_BYTES = 64  # bytes of text, about a page of 16 tokens
-MAX_PROMPT = 128 * 1024  # bytes of a prompt that are compared
+MAX_PROMPT = 128 * 1024  # most bytes of a prompt that are compared
 MAX_BLOCKS = 128 * 1024  # most blocks that are remembered: 8 MiB of text
 
 
 class _Prompt(msgspec.Struct):
-    """The parts of a body that a prompt is made of, in the order of templates. Each is left as its JSON text."""
+    """The parts of a body that make the prompt, in the order of templates. Each stays JSON text."""
 
     cache_salt: msgspec.Raw = msgspec.Raw()
     extra_key: msgspec.Raw = msgspec.Raw()
@@ -308,16 +325,17 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def prompt_blocks(body: bytes) -> list[int]:
-    """Name the blocks of a request's prompt; none if the body is no JSON object or has no prompt.
+    """Return the hashes of the blocks of a request's prompt; none if the body is not an object or has no prompt.
 
-    The JSON text of a conversation is the beginning of that of its next turn.
+    The JSON text of a conversation is a prefix of the JSON text of its next turn.
     """
     try:
         found = _PROMPT.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return []
     text = b"\0".join(bytes(getattr(found, name)) for name in _Prompt.__struct_fields__)
-    name, names = 0, []
+    name = 0
+    names = []
     for start in range(0, min(len(text), MAX_PROMPT) - BLOCK_BYTES + 1, BLOCK_BYTES):
         name = hash((name, text[start : start + BLOCK_BYTES]))
         names.append(name)
@@ -326,9 +344,9 @@ def prompt_blocks(body: bytes) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RayReplicaLoad:
-    """What a replica says of its load.
+    """The load of a replica.
 
-    is_ready: whether its engine accepts requests. num_requests: that run or wait there
+    is_ready: whether its engine accepts requests. num_requests: requests that run or wait there
     """
 
     is_ready: bool
@@ -337,10 +355,11 @@ class RayReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """When a known prefix decides and when the load does.
+    """The rule that says whether a known prefix or the load decides.
 
-    imbalanced_threshold, imbalanced_ratio: if the most loaded replica exceeds the least loaded one by both, the load
-    decides alone. match_rate_threshold: share of the prompt from which on its replica is preferred
+    imbalanced_threshold, imbalanced_ratio: if the most loaded replica exceeds the least loaded one by both, only the
+      load decides
+    match_rate_threshold: least share of the prompt that a replica must have seen to be preferred
     """
 
     imbalanced_threshold: float = MAX_SPREAD
@@ -348,12 +367,13 @@ class RoutingRule:
     match_rate_threshold: float = 0.5
 
     def rank(self, loads: Mapping[str, RayReplicaLoad], matched: Mapping[str, int], num_blocks: int) -> list[str]:
-        """Order the replicas, best first. matched: leading blocks of the prompt that each of them has seen
+        """Return the replicas, best first. Among equals the order of `loads` stays.
 
-        Among equals the order of `loads` stays.
+        matched: number of the prompt's leading blocks that each replica has seen
         """
         requests = [load.num_requests for load in loads.values() if load.is_ready]
-        least, most = min(requests, default=0), max(requests, default=0)
+        least = min(requests, default=0)
+        most = max(requests, default=0)
         is_uneven = most - least > self.imbalanced_threshold and most > self.imbalanced_ratio * least
         share = {name: matched.get(name, 0) / num_blocks if num_blocks else 0.0 for name in loads}
 
@@ -366,19 +386,19 @@ class RoutingRule:
 
 
 class PrefixMap:
-    """The blocks that each replica has seen. The least recently used are forgotten."""
+    """The blocks that each replica has seen. The least recently used blocks are forgotten."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._seen: PrefixHolders[int] = PrefixHolders()
         self._used: OrderedDict[int, None] = OrderedDict()  # the blocks, the least recently used first
-        self._numbers: dict[str, int] = {}  # of the replicas
+        self._numbers: dict[str, int] = {}  # number of each replica
 
     def __len__(self) -> int:
         return len(self._used)
 
     def add(self, blocks: Sequence[int], replica: str) -> None:
-        """Remember that `replica` computes these blocks. The first ones of a prompt are forgotten last."""
+        """Remember that `replica` computes these blocks. The first blocks of a prompt are forgotten last."""
         blocks = blocks[: self._max_blocks]
         self._seen.add(self._number(replica), blocks)
         for block in reversed(blocks):
@@ -388,7 +408,7 @@ class PrefixMap:
             self._seen.drop(self._used.popitem(last=False)[0])
 
     def _number(self, replica: str) -> int:
-        """Return the number of a replica; a new one gets the least that is free."""
+        """Return the number of a replica. A new replica gets the least free number."""
         if replica not in self._numbers:
             taken = set(self._numbers.values())
             self._numbers[replica] = next(number for number in itertools.count() if number not in taken)
@@ -402,17 +422,17 @@ class PrefixMap:
         return {name: found.get(self._numbers.get(name, -1), 0) for name in names}
 
     def forget(self, replica: str) -> None:
-        """Forget what a replica that has ended had seen."""
+        """Forget the blocks of a replica that has ended."""
         if replica in self._numbers:
             self._seen.forget(self._numbers.pop(replica))
             self._used = OrderedDict((block, None) for block in self._used if block in self._seen)
 
 
 class PrefixRouter(RequestRouter):
-    """Ranks the replicas of an engine's deployment for each request."""
+    """Rank the replicas of an engine's deployment for each request. Ray calls its methods."""
 
     def initialize_state(self, *, max_blocks: int = MAX_BLOCKS, **rule: float) -> None:
-        """Called by Ray once. Raises TypeError for a keyword that RoutingRule has not."""
+        """Make the empty map and the rule. Raises TypeError for a keyword that RoutingRule does not have."""
         self._rule = RoutingRule(**rule)
         self._prefixes = PrefixMap(max_blocks)
         self._num_routed: dict[str, int] = {}
@@ -431,7 +451,7 @@ class PrefixRouter(RequestRouter):
         return [[by_name[name]] for name in self._rule.rank(loads, matched, len(blocks))]
 
     def _load(self, replica: RunningReplica) -> RayReplicaLoad:
-        """Return the replica's load: what this router has sent there, or the replica's own count if that is more."""
+        """Return the replica's load: the requests that this router sent there, or its own count if that is more."""
         own = self.replica_queue_len_cache.get(replica.replica_id) or 0
         said: dict[str, Any] = replica.routing_stats or {}
         return RayReplicaLoad(bool(said.get("is_ready", True)), max(own, int(said.get("num_requests", 0))))

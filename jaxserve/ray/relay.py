@@ -1,7 +1,7 @@
-"""A request on its way from the ingress to an engine's replica, and the answer on its way back.
+"""Carry a request from the ingress to an engine's replica, and the answer back.
 
-The ingress reads the body, because the request router needs it, and the replica runs the application on it as if it had
-come over HTTP. Ray is not imported here.
+The ingress reads the body, because the request router needs it. The replica runs the application on the request as if
+it had come over HTTP. Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxserve.api.http.sse import BegunAnswer
 from jaxserve.config import ServerSection
 from jaxserve.errors import HTTPError, ModelEndedError, NotFoundError
 
-ATTEMPTS = 4  # replicas that a request is sent to, as long as none has begun to answer it
+ATTEMPTS = 4  # most replicas that a request is sent to, one after the other, until one begins to answer
 
-# what would reach one replica of several
+# paths that the ingress refuses, because a request would reach only one replica of several
 ONE_REPLICA = ADMIN_PATHS | {"/open_session", "/close_session", "/metrics"}
 
 Parts = AsyncGenerator[list[Message], None]
@@ -34,7 +34,7 @@ Ask = Callable[["RelayedRequest"], AsyncIterator[list[Message]]]
 
 @dataclass(frozen=True, slots=True)
 class RelayedRequest:
-    """One HTTP request with its body. path: without the application's route prefix"""
+    """One HTTP request with its body. path: the path without the application's route prefix"""
 
     method: str
     path: str
@@ -44,7 +44,7 @@ class RelayedRequest:
 
     @property
     def scope(self) -> Scope:
-        """The request as an ASGI scope."""
+        """Return the request as an ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -67,14 +67,14 @@ class ReplicaLostError(Exception):
 
 
 def with_allowed_hosts(app: ASGIApp, section: ServerSection) -> ASGIApp:
-    """Return `app` behind the check of `server.allowed_hosts`. auto: any, since Serve's proxy has the address."""
+    """Return `app` behind the check of `server.allowed_hosts`. auto allows any host: Serve's proxy has the address."""
     return app if section.allowed_hosts == "auto" else guarded(app, section)
 
 
 async def run_app(app: ASGIApp, request: RelayedRequest) -> Parts:
-    """Run the application on a request; yield its messages as they come, those that wait together in one list.
+    """Run the application on a request, and yield lists of the messages that have arrived.
 
-    Closing it ends the request, as if the client had disconnected. Raises what the application raises.
+    Closing the generator ends the request, as if the client had disconnected. Raises the application's errors.
     """
     messages: list[Message] = []
     changed, left = asyncio.Event(), asyncio.Event()
@@ -111,7 +111,8 @@ async def run_app(app: ASGIApp, request: RelayedRequest) -> Parts:
 def ingress_app(ask: Ask, section: ServerSection) -> ASGIApp:
     """Return the application of the ingress, which checks the key and the size of a body before it reads the body.
 
-    ask: sends a request to a replica; raises ReplicaLostError, or an HTTPError. Replicas check again.
+    Replicas check again.
+    ask: sends a request to a replica; raises ReplicaLostError, or an HTTPError
     """
     limits = BodyLimits.of(section, LONGEST_CONTEXT)
     app: ASGIApp = BodyLimit(
@@ -124,7 +125,7 @@ def ingress_app(ask: Ask, section: ServerSection) -> ASGIApp:
 
 
 class RelayedAnswer(Response):
-    """The response of the ingress to one request. path: without the application's route prefix"""
+    """The response of the ingress to one request. path: the path without the application's route prefix"""
 
     def __init__(self, path: str, app: ASGIApp) -> None:
         super().__init__()
@@ -142,7 +143,10 @@ class RelayedAnswer(Response):
 
 
 class IngressRelay:
-    """ASGI application: what a replica answers, or an error in the form of the path's API. ask: see `ingress_app`"""
+    """ASGI application that sends a replica's answer, or an error in the form of the path's API.
+
+    ask: see `ingress_app`
+    """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -162,7 +166,7 @@ class IngressRelay:
             await self._fail(as_http_error(error), answer, (scope, receive, send))
 
     async def _relay(self, request: RelayedRequest, answer: BegunAnswer) -> None:
-        """Send what a replica answers. One that is lost before it has answered is replaced by another."""
+        """Send the answer of a replica. If the replica is lost before it has answered, another one gets the request."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async for messages in self._ask(request):
@@ -174,7 +178,7 @@ class IngressRelay:
                     raise ModelEndedError("The replica that computed the answer ended.") from None
 
     async def _fail(self, error: HTTPError, answer: BegunAnswer, asgi: tuple[Scope, Receive, Send]) -> None:
-        """Raises the error where nothing can be sent, so that the connection is closed."""
+        """Send the error. Raises it if nothing can be sent, so that the connection is closed."""
         if not answer.has_begun:
             await send_error(error, *asgi)
         elif not await answer.end(error):
@@ -182,8 +186,9 @@ class IngressRelay:
 
 
 async def _read(receive: Receive) -> bytes:
-    """Read the whole body. Raises ClientDisconnected, and what `receive` raises."""
-    body, more = bytearray(), True
+    """Read the whole body. Raises ClientDisconnected, and the errors of `receive`."""
+    body = bytearray()
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -194,7 +199,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _without_id(send: Send) -> Send:
-    """Return a `send` that drops the header of the request's id: Serve's proxy adds it to every answer."""
+    """Return a `send` that drops the header of the request's id, because Serve's proxy adds it to every answer."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""The arguments of the Serve application: `ray.serve.llm`'s names, turned into jaxserve's flags and Ray's options.
+"""Turn the arguments of the Serve application, named as in `ray.serve.llm`, into jaxserve's flags and Ray's options.
 
     llm_configs:
       - model_loading_config: {model_id: qwen3-0.6b, model_source: Qwen/Qwen3-0.6B}
@@ -6,12 +6,11 @@
         engine_kwargs: {max_num_seqs: 256, cache: {memory_fraction: 0.9}}
         deployment_config: {autoscaling_config: {min_replicas: 1, max_replicas: 4}}
 
-A key has its effect or is refused by name. Ray is not imported here.
+A key has its effect or is refused by name.
 
-What a replica takes of the cluster: CPUs, devices, and the placement group that keeps them together.
-
-One process drives all devices that an engine has on a host, so each host is one actor with one bundle: the replica in
-the first one, followers in the others (deployments.py). Ray is not imported here.
+A replica takes CPUs, devices and a placement group from the cluster. One process drives all devices that an engine has
+on a host. Each host is therefore one actor with one bundle: the replica is in the first bundle, and followers are in
+the others (deployments.py). Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from jaxserve.errors import ConfigError
 
 KINDS = ("cpu", "gpu", "tpu")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-TYPE_AMOUNT = 0.001  # of accelerator_type:X, as Ray itself asks for it
+TYPE_AMOUNT = 0.001  # amount of the resource accelerator_type:X, as Ray itself requests it
 
 _DEVICES = {"gpu": "GPU", "tpu": "TPU"}
 
@@ -48,7 +47,7 @@ def num_hosts(model: Mapping[str, Any], config: Config) -> int:
 def resource_options(model: Mapping[str, Any], config: Config, kind: str) -> dict[str, Any]:
     """Return ray_actor_options and the placement group of an engine's deployment. Raises ConfigError.
 
-    config: with the number of hosts
+    config: configuration that has the number of hosts
     """
     actor = dict((model.get("deployment_config") or {}).get("ray_actor_options") or {})
     if model.get("runtime_env") is not None:
@@ -79,7 +78,7 @@ def resource_options(model: Mapping[str, Any], config: Config, kind: str) -> dic
 
 
 def follower_options(engine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of the actor of each host but the first. engine: options of the deployment"""
+    """Return the options of the actor of each host but the first. engine: options of the engine's deployment"""
     shared = {name: value for name, value in engine["ray_actor_options"].items() if name == "runtime_env"}
     return [_actor_options(bundle) | shared for bundle in engine.get("placement_group_bundles", ())[1:]]
 
@@ -117,7 +116,7 @@ def _bundles(group: Any, kind: str, count: int, hosts: int) -> list[dict[str, fl
 
 
 def _actor_options(bundle: Mapping[str, float]) -> dict[str, Any]:
-    """Return what the actor itself takes: the whole bundle."""
+    """Return the resources of the actor itself: the whole bundle."""
     rest = dict(bundle)
     options: dict[str, Any] = {"num_cpus": rest.pop("CPU", 0)}
     if gpus := rest.pop("GPU", 0):
@@ -128,10 +127,10 @@ def _actor_options(bundle: Mapping[str, float]) -> dict[str, Any]:
 
 
 ROUTER = "jaxserve.ray.deployments:PrefixRouter"
-STATS_SECONDS = 1.0  # between two readings of a replica's load
-STOP_SECONDS = 15.0  # an engine must have ended so long after its requests
-SPARE = 1.25  # requests that a replica accepts, as a multiple of those that run at once
-FULL = 0.75  # of max_num_seqs: the requests for each replica at which replicas are added
+STATS_SECONDS = 1.0  # seconds between two readings of a replica's load
+STOP_SECONDS = 15.0  # an engine must end within this time after its requests
+SPARE = 1.25  # requests that a replica accepts, as a multiple of max_num_seqs
+FULL = 0.75  # requests of a replica at which replicas are added, as a multiple of max_num_seqs
 INGRESS_REQUESTS = 10_000  # most requests of one ingress, waiting or answered; the engines limit what runs
 
 _APP_KEYS = ("llm_configs", "ingress_deployment_config")
@@ -153,7 +152,7 @@ _REFUSED = {
     "user_config": "write engine_kwargs: a change starts new replicas",
     "tokenizer_source": "leave it out: the tokenizer is the model's",
 }
-# what Serve's proxy, autoscaler and controller do in its place
+# keys that are refused here -> the option of Serve to use in their place
 _NOT_HERE = {
     **dict.fromkeys(("server.host", "server.port", "server.ssl_keyfile", "server.ssl_certfile"), "http_options"),
     **dict.fromkeys(("server.header_timeout", "server.send_timeout", "server.max_unread_bytes"), "http_options"),
@@ -170,11 +169,11 @@ _NOT_HERE = {
 
 @dataclass(frozen=True)
 class RaySettings:
-    """What one application consists of.
+    """The settings of one application.
 
-    words: flags of `jaxserve launch`, with which each replica reads its own environment
+    words: flags of `jaxserve launch`, which each replica reads beside its own environment
     engine, ingress: options of the two deployments. followers: options of the actor of each host but the first
-    variables: of the engines' environment, by their runtime_env
+    variables: environment variables of the engines, from their runtime_env
     """
 
     words: tuple[str, ...]
@@ -227,7 +226,10 @@ def _words(model: Mapping[str, Any]) -> list[str]:
 
 
 def _model_words(loading: Mapping[str, Any]) -> list[str]:
-    """No model_loading_config is the demo model. model_source: a directory or a hub id; by default it is the id."""
+    """Return the flags of the model. Without model_loading_config it is the demo model.
+
+    model_source is a directory or a hub id; by default it is the model_id.
+    """
     _check_keys("model_loading_config", loading, ("model_id", "model_source"))
     if not loading:
         return []
@@ -241,7 +243,10 @@ def _model_words(loading: Mapping[str, Any]) -> list[str]:
 
 
 def _flags_of(name: str, value: Any) -> list[str]:
-    """`max_model_len: 8192` is --max-model-len=8192, `scheduler: {policy: lpm}` is --scheduler.policy=lpm."""
+    """Return the flags of a key and its value.
+
+    `max_model_len: 8192` is --max-model-len=8192, and `scheduler: {policy: lpm}` is --scheduler.policy=lpm.
+    """
     if name in Config.model_fields and isinstance(value, dict):
         return [word for key, inner in value.items() for word in _flags_of(f"{name}.{key}", inner)]
     flag = "--" + name.replace("_", "-")
@@ -257,9 +262,9 @@ def _text(value: Any) -> str:
 
 
 def _kind(model: Mapping[str, Any], config: Config) -> str:
-    """Return the platform: of accelerator_config, else of mesh.device, else gpu, as `ray.serve.llm` takes it.
+    """Return the platform: from accelerator_config, else from mesh.device, else gpu, as in `ray.serve.llm`.
 
-    auto would run on the CPU without a word, because Ray hides GPUs from actors that did not ask for any.
+    auto would run on the CPU without a message, because Ray hides GPUs from actors that did not request any.
     """
     accelerator = _section(model, "accelerator_config")
     _check_keys("accelerator_config", accelerator, ("kind",))
@@ -310,7 +315,7 @@ def _max_num_seqs(config: Config, kind: str) -> int:
 
 
 def _name(model: Mapping[str, Any], config: Config) -> str:
-    """Return the model's name for a deployment: each run of characters that may not stand there becomes `--`."""
+    """Return the model's name for a deployment. Each run of characters that it may not have becomes `--`."""
     name = _section(model, "model_loading_config").get("model_id") or config.model.path or "demo"
     return re.sub(r"[^\w.]+", "--", str(name))
 
