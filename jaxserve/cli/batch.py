@@ -190,7 +190,7 @@ class OfflineBatch:
         return self.output.with_name(self.output.name + ".jaxserve")
 
     def check(self) -> None:
-        """Raises ConfigError if the input or a directory is missing, if both outputs are one file, or if one exists
+        """Raise ConfigError if the input or a directory is missing, if both outputs are one file, or if one exists
         that the run did not begin.
         """
         if not self.input.is_file():

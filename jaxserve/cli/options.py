@@ -414,7 +414,7 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, which would take the last of two equal keys: a second `server` would drop the API key."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Raises ComposerError for a key that is there twice. `<<` merges others beneath the mapping's own."""
+        """Raise ComposerError for a key that is there twice. `<<` merges others beneath the mapping's own."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:

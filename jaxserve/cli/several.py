@@ -61,7 +61,7 @@ def make_catalog(config: Config) -> Catalog:
 
 
 def _plan(config: Config, entry: ModelEntry, store: Path | None, admin_key: str) -> ModelPlan:
-    """Raises ConfigError that names the model."""
+    """Raise ConfigError that names the model."""
     try:
         tree: dict[str, Any] = config.model_dump(exclude_unset=True, exclude={"models"})
         for section, keys in _sections(entry).items():
