@@ -229,7 +229,7 @@ class EngineControl:
                 self._state.rebuild()
                 serving.asleep.discard("kv_cache")
         except Exception as error:  # the devices may raise anything if memory is short
-            if "kv_cache" in serving.asleep:  # otherwise its pages are those of the prefix cache
+            if "kv_cache" in serving.asleep:  # otherwise the prefix cache still has its pages
                 self._state.release()
             raise ServerError(f"the engine cannot wake: {type(error).__name__}: {error}") from error
         return sorted(serving.asleep)

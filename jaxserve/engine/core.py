@@ -1,4 +1,4 @@
-"""The token-level engine: a scheduler and a runner. The device runs one step ahead of what the host has read.
+"""The token-level engine: a scheduler and a runner. The device runs one step ahead of the host's reading.
 
 step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which depend on them
 
@@ -219,7 +219,7 @@ def make_mask(record: Request, make_matcher: MakeMatcher | None) -> TokenMask | 
         raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
 
 
-# What becomes of running requests: they end; they return to the queue and are computed again; they keep their KV.
+# How running requests go on: they end; they return to the queue and are computed again; they keep their KV.
 Mode = Literal["abort", "retract", "in_place"]
 Tag = Literal["weights", "kv_cache"]
 

@@ -136,7 +136,7 @@ class Completion:
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    weight_versions: tuple[str, ...] = ()  # labels of the weights that made it; empty: those of the start, or none
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made it; empty: the first weights, or no token
     embedding: bytes | None = None  # float32 [D], little-endian, if params.embed
     error: HTTPError | None = None  # why it failed; set with finish_reason error
 
@@ -367,7 +367,7 @@ class TextEngine:
 
     @property
     def control(self) -> EngineControl:
-        """Return what replaces weights, pauses and frees memory. Raises ServerError if the engine is closed."""
+        """Return the EngineControl: weight updates, pauses, memory. Raises ServerError if the engine is closed."""
         self._check_open()
         if self._control is None:
             raise ServerError("this engine's weights cannot be changed")
@@ -375,7 +375,7 @@ class TextEngine:
 
     @property
     def handover(self) -> PageHandover:
-        """Return what passes a prompt's pages to another engine. Raises ServerError without pages or if closed."""
+        """Return the PageHandover to another engine. Raises ServerError if there is none or the engine is closed."""
         self._check_open()
         if self._handover is None:
             raise ServerError("this engine has no KV pages")

@@ -126,13 +126,13 @@ def _published(file: Path, vocab_size: int) -> tuple[int, ...]:
 DEMO_NAME = "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*/?", re.ASCII)
 # On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
-# lengthens the steps of online requests: twice as many made those of the demo model on 2 cores wait 1.5 times as long.
+# lengthens the steps of online requests: twice as many made the demo model's on 2 cores wait 1.5 times as long.
 CPU_SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A loaded model and what its files say about its use."""
+    """A loaded model, and its properties that the files of its directory give."""
 
     directory: Path
     loaded: LoadedModel

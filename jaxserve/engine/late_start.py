@@ -31,7 +31,7 @@ class LateStart:
         self._times: StepTimes | None = None
 
     def start(self) -> None:
-        """Begin to compile what is missing."""
+        """Begin to compile the missing programs."""
         self._runner.late.start()
 
     @property
@@ -55,7 +55,7 @@ class LateStart:
             self._end(self._runs[0].times())
 
     def stats(self) -> dict[str, float]:
-        """Return gauges of the engine: how many programs there are, and what was measured."""
+        """Return gauges of the engine: the number of programs, and the measured times."""
         total, late = self._runner.num_programs, self._runner.late
         stats = {"programs_total": float(total), "programs_ready": float(total - late.total + late.done)}
         if self._times is not None:

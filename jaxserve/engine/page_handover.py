@@ -70,7 +70,7 @@ def check_handover(config: Config, model: ModelConfig, *, generates: bool) -> No
 
 
 class PageHandover:
-    """Writes the pages of prompts to files and reads those of other engines.
+    """Writes the pages of prompts to files and reads other engines' files.
 
     form: two engines with the same one have pages of the same content for the same tokens.
 

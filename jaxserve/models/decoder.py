@@ -28,7 +28,7 @@ from jaxserve.ops.paged_attention import Heads
 class AttendLayer(Protocol):
     """`AttendFn` with a layer index as its first argument. The caller of a model passes it.
 
-    Layers with the same static description are traced once, so the index is that of the first such layer. Use it to
+    Layers with the same static description are traced once, so the index is the first such layer's. Use it to
     look up the attention spec, never the cache: that is an argument. It runs under a nested jit and must be pure.
     """
 

@@ -24,7 +24,7 @@ class KeepsChoices(nnx.Module):
     choices: nnx.Intermediate
 
     def keep_choices(self, choices: jax.Array) -> None:
-        """Store the chosen expert ids, int32 [T, K], or [T, L, K] for L layers. Replaces what was stored before."""
+        """Store the chosen expert ids, int32 [T, K], or [T, L, K] for L layers. Replaces the stored ids."""
         self.choices = nnx.Intermediate(choices)
 
 

@@ -104,7 +104,7 @@ def _named(axes: object, mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def _present(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the mesh axes that split a logical axis, without those of one device."""
+    """Return the mesh axes that split a logical axis, without axes of one device."""
     return tuple(name for name in RULES.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
 
 

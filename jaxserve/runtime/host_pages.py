@@ -143,7 +143,7 @@ class HostPools:
         return caches
 
     def clear(self) -> None:
-        """Forget what has not been copied: the device's state is lost."""
+        """Forget the pages that were not copied yet: the device's state is lost."""
         for pool in self._pools:
             pool.clear()
 
@@ -244,7 +244,7 @@ class HostPool:
             self.file.begin(slots)
 
     def clear(self) -> None:
-        """Forget what has not been copied: the device's state is lost."""
+        """Forget the pages that were not copied yet: the device's state is lost."""
         self._pending.clear()
 
     def close(self) -> None:

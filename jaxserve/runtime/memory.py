@@ -75,7 +75,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The inputs of the plan. Bytes are over all devices; the fields are those of MemoryPlan.
+    """The inputs of the plan. Bytes are over all devices; the fields are MemoryPlan's.
 
     reached: bytes of one page in a layer of each group on a device, if `within_reach` limits them, else 0.
     """

@@ -123,7 +123,7 @@ class ProgramSet:
     def rest(self) -> list[Program]:
         """Return the programs that `first` leaves out, in the order in which a single user gains most.
 
-        A step of 32 prompt tokens comes with the steps of one row, one of 64 with those of two.
+        The step of 32 prompt tokens comes with the steps of one row, the step of 64 with the steps of two rows.
         """
         first = {program.name for program in self.first()}
         families = ("decode_hidden", "head_sample", "extend", "decode", "verify")

@@ -69,7 +69,7 @@ class RunnerConfig:
         scheduler, cache = config.scheduler, config.cache
         max_num_seqs = _or(scheduler.max_num_seqs, seqs)
         if deterministic and platform != "cpu" and config.speculation.max_drafts:
-            # one shape only, see `make_buckets`; its head has other rows than that of a step with drafts
+            # one shape only, see `make_buckets`; its head has another number of rows than a step with drafts has
             raise ConfigError(
                 "speculation.method and runtime.deterministic work together on a CPU only", fix="leave one of them out"
             )

@@ -53,7 +53,7 @@ class PageUpdates:
     def of(
         cls, rows: Sequence[ScheduledRow], window_pages: Sequence[PageTableUpdate] = (), window_column: int = 0
     ) -> PageUpdates:
-        """Collect the new pages of a step's rows, and those of its sliding-window layers.
+        """Collect the new pages of a step's rows, also for its sliding-window layers.
 
         window_column: column of page_table at which the table of the sliding-window layers begins.
         """
@@ -359,7 +359,7 @@ class StepOutputs:
     extras: DeviceExtras | None = None
 
     def arrays(self) -> Iterator[jax.Array]:
-        """Yield the arrays to copy to the host, without those of `Sampled`."""
+        """Yield the arrays to copy to the host, without `Sampled`'s."""
         chunks = itertools.chain.from_iterable(self.prompt.values())
         wanted = itertools.chain(
             [self.finite],

@@ -1,6 +1,6 @@
 """Compute the size of a published checkpoint in bytes, from its configuration and the shapes of its tensors.
 
-A quantized checkpoint leaves some tensors unquantized: the tensors that its configuration lists, and those of _NEVER.
+A quantized checkpoint leaves some tensors unquantized: the ones that its configuration lists, and _NEVER.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.stored_form import HELD_BLOCKS
 from jaxserve.models.weights import Part
 
-_NEVER = ("embed_tokens", "lm_head", "norm", ".gate.")  # embeddings, head, norms and routers are not quantised
+_NEVER = ("embed_tokens", "lm_head", "norm", ".gate.")  # embeddings, head, norms and routers are not quantized
 _SCALE_BYTES = 4
 _HALF_BYTES = 2  # bytes of an unquantized value in a quantized checkpoint; gpt-oss does not state it
 

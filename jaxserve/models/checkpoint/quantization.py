@@ -632,7 +632,7 @@ def read_codes(part: Part, form: StoredForm, read: ReadStored) -> Codes:
 
 
 def check_dtypes(parts: Iterable[Part], form: StoredForm, tensors: Mapping[str, HasDtype]) -> None:
-    """Raise ModelLoadError if the dtype of a tensor of these parts is not that of the form's quantized values."""
+    """Raise ModelLoadError if a tensor of these parts has another dtype than the form's quantized values."""
     for part in parts:
         for name in code_tensors(part, form):
             if name in tensors:
@@ -640,7 +640,7 @@ def check_dtypes(parts: Iterable[Part], form: StoredForm, tensors: Mapping[str, 
 
 
 def _check_dtype(name: str, tensor: HasDtype, form: StoredForm) -> None:
-    """Raise ModelLoadError if a tensor's dtype is not that of the form's quantized values."""
+    """Raise ModelLoadError if a tensor has another dtype than the form's quantized values."""
     kind = name.rpartition(".")[2]
     packed_zeros = kind == "weight_zero_point" and form.method == "pack-quantized"
     expected = _INT32 if packed_zeros else _DTYPES.get(kind)

@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from jaxserve.ops.linear.tpu_layout import multiply_as_kept
 from jaxserve.ops.quantized import GROUP_NUMBERS, TILE_OUTPUTS, Quantized, Rounded, sum_dtype
 
-FEW_ROWS = 128  # rows of x up to which 8-bit products are no faster
+FEW_ROWS = 128  # rows of x up to which 8-bit products are not faster
 _MAX_DEPTH = 2**17  # largest K: the sum of so many products of int8 fits in int32
 _LEAST = 1e-30  # smallest maximum, so that the reciprocal of a scale is finite
 _LIMITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}

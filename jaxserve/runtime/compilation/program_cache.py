@@ -33,7 +33,7 @@ _ZSTD = b"\x28\xb5\x2f\xfd"  # the beginning of an entry if JAX found a zstd mod
 def enable(directory: Path) -> None:
     """Cache compiled programs of any size in `directory`. Applies to the whole process; may be called again.
 
-    Raises CacheDirectoryError if another user could write there, because JAX runs what it reads from the cache.
+    Raises CacheDirectoryError if another user could write there, because JAX runs code from the cache.
     """
     with opened(directory):
         pass  # checks that no other user can replace a directory on the path

@@ -98,7 +98,7 @@ class DeviceExtras:
     expert_tokens: Mapping[int, slice]
 
     def arrays(self) -> list[jax.Array]:
-        """Return the arrays to copy to the host, without those of `Sampled`."""
+        """Return the arrays to copy to the host, without `Sampled`'s."""
         states = [vectors for _, vectors in self.hidden]
         return states if self.experts is None or not self.expert_tokens else [*states, self.experts]
 
@@ -114,7 +114,7 @@ class DeviceExtras:
         num_rows: int,
         prompt_id_logprobs: Mapping[int, np.ndarray],
     ) -> StepExtras:
-        """Wait for the arrays and return those of `num_rows` rows.
+        """Wait for the arrays and return the extras of `num_rows` rows.
 
         sampling: the rows that `sampled` holds, in order. prompt_id_logprobs: of each row, float32 [n, MAX_LOGPROB_IDS]
         """

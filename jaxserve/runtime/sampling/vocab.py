@@ -183,7 +183,7 @@ def top_k_by_groups(x: jax.Array, k: int, width: int = 128) -> tuple[jax.Array, 
 
 
 def first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the index of the first end above the target, at most that of the last positive weight: int32 [R].
+    """Return the index of the first end above the target, at most the index of the last positive weight: int32 [R].
 
     ends, weights: [R, n]. target: [R].
     """

@@ -284,7 +284,7 @@ def _extend_kernel(
             return _add(state, q, kv, spec, seen)
 
         begin, end = oldest // tile, pl.cdiv(jnp.minimum(kv_len, position + block), tile)
-        # Tiles that every query of the block sees entirely: those before the diagonal, if there is no window.
+        # Tiles that every query of the block sees entirely: without a window, the tiles before the diagonal.
         whole = begin if spec.sliding_window is not None else jnp.minimum((position + 1) // tile, end)
         state = lax.fori_loop(begin, whole, functools.partial(step, masked=False), empty(*q.shape))
         state = lax.fori_loop(whole, end, functools.partial(step, masked=True), state)
