@@ -335,4 +335,4 @@ def error_of(output: TokenOutput) -> HTTPError:
 def _limit(budget: ThinkingBudget) -> ThinkingLimit:
     tags = think_tags(budget.family, budget.calls)
     assert tags is not None
-    return ThinkingLimit(tags, budget.tokens, inside=budget.inside, tools=budget.tools)
+    return ThinkingLimit(tags, budget.tokens, inside=budget.inside, only_first=budget.only_first, tools=budget.tools)

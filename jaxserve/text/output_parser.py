@@ -237,9 +237,9 @@ class ThinkTags:
     calls: tuple[CallOpening, ...] = ()
 
     @property
-    def come_again(self) -> bool:
-        """Whether the tags count behind the first thinking. Granite's are sentences, which an answer may have too."""
-        return not self.start[0].isalpha()
+    def are_sentences(self) -> bool:
+        """Whether an answer may have the tags too, as Granite's."""
+        return self.start[0].isalpha()
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the texts that the parser looks for. tools: whether the request offers tools"""
@@ -260,21 +260,33 @@ class ThinkTags:
 class ThinkParser:
     """Splits an output into reasoning and content. White space around the tags is layout and is dropped.
 
+    A block that follows the first directly, and end tags too many there, are read with it.
+
     keep: leave the tags and all white space in the reasoning, for callers that join both again
+    only_first: what follows the first block is the answer, whatever it is
     tools: names of the request's tools; a call ends the thinking only if the request offers tools
     thinking: whether the text read so far ends within the thinking; None: its first characters may still open it
     """
 
-    def __init__(self, tags: ThinkTags, *, inside: bool, keep: bool = False, tools: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tags: ThinkTags,
+        *,
+        inside: bool,
+        keep: bool = False,
+        only_first: bool = False,
+        tools: Collection[str] = (),
+    ) -> None:
         self._tags = tags
         self._keep = keep
+        self._only_first = only_first
         self._inside = inside
         self._tools = tools
         self.thinking: bool | None = True if inside else None
         self.reader = TextReader()
         self._events: list[Event] = []
         self._space: list[str] = []  # white space that is dropped if the reasoning ends here
-        self._begun = False
+        self._in_block = False  # the block has had text
         self._run = self._parts()
 
     def feed(self, delta: str) -> list[Event]:
@@ -308,6 +320,11 @@ class ThinkParser:
         self.thinking = True
         if self._keep:
             self._events.append(ReasoningDelta(space + opened))
+        while (yield from self._block()):
+            self._space, self._in_block = ["\n"] * bool(self._space), False
+
+    def _block(self) -> Reading[bool]:
+        """Read a block, and the tags and white space behind it; return whether another has begun there."""
         calls = {call.marker: call for call in self._tags.calls} if self._tools else {}
         while True:
             marker = yield from self.reader.copy_until((self._tags.end, *calls), self._reasoning, take=False)
@@ -317,23 +334,27 @@ class ThinkParser:
             text = self.reader.unmark()
             if found:
                 self._events.append(ContentDelta(text))
-                return
+                return False
             self._reasoning(text)
-        if marker:
-            yield from self.reader.accept(marker)
-            space = yield from self.reader.space()
+        yield from self.reader.accept(marker)
+        while marker:
+            space = "" if marker == self._tags.start else (yield from self.reader.space())
             if self._keep:
                 self._events.append(ReasoningDelta(marker + space))
+            if marker == self._tags.start or self._only_first:
+                return marker == self._tags.start
+            marker = yield from self.reader.accept(self._tags.start, self._tags.end)
+        return False
 
     def _reasoning(self, text: str) -> None:
         if self._keep:
             self._events.append(ReasoningDelta(text))
             return
-        text = text if self._begun else text.lstrip()
+        text = text if self._in_block else text.lstrip()
         stripped = text.rstrip()
         if stripped:
             self._events.append(ReasoningDelta("".join(self._space) + stripped))
-            self._space, self._begun = [], True
+            self._space, self._in_block = [], True
         self._space.append(text[len(stripped) :])
 
 
@@ -341,7 +362,8 @@ class LaterThoughts:
     """Takes tags out of the text after the first thinking: a second block is reasoning, a lone end tag is dropped.
 
     Tags that the text mentions stay: in code, after a quotation mark, and an end tag after a start tag that stayed. A
-    start tag within a line, behind a space, opens a block only if the model has thought before.
+    start tag within a line, behind a space, opens a block only if the model has thought before, and tags that are
+    sentences count only then and at the beginning of a line.
 
     keep: leave the tags and all white space in the reasoning, as in ThinkParser
     calls: texts that begin calls, which end a block; none if no call is in the text
@@ -390,6 +412,8 @@ class LaterThoughts:
         while marker := (yield from self._reader.copy_until((start, end), self._content)):
             self._seeks_tag = False
             is_mention = self._code.inside or self._last in tuple("\"'“‘«")
+            if self._tags.are_sentences:
+                is_mention = is_mention or not (self.reasoned and self._code.is_line_blank)
             if marker == start:
                 is_mention = is_mention or not (yield from self._opens())
             elif self._mentions:
@@ -480,12 +504,13 @@ class ThinkingLimit:
     """Counts the tokens of one output, and follows its text, until the thinking is over or has taken too long.
 
     tokens: tokens that the output may have before its thinking is ended
-    inside: the prompt leaves the model within its thinking; else the output may open it
-    tools: names of the request's tools, whose calls end the thinking too
+    inside, only_first, tools: as in ThinkingForm
     """
 
-    def __init__(self, tags: ThinkTags, tokens: int, *, inside: bool, tools: Collection[str] = ()) -> None:
-        self._parser = ThinkParser(tags, inside=inside, tools=tools)
+    def __init__(
+        self, tags: ThinkTags, tokens: int, *, inside: bool, only_first: bool = False, tools: Collection[str] = ()
+    ) -> None:
+        self._parser = ThinkParser(tags, inside=inside, only_first=only_first, tools=tools)
         self._left = tokens
 
     @property
@@ -521,6 +546,9 @@ _CALLS: dict[str, tuple[CallOpening, ...]] = {
     "granite": (CallOpening("<|tool_call|>", ("{", "[{")),),
     "internlm": (CallOpening("<|action_start|>", ("<|plugin|>",)),),
     "jamba": (CallOpening("<tool_calls>", ("{", "[{")),),
+    "phi4_mini_json": (CallOpening("functools", ("[{",)),),
+    "llama3_json": (CallOpening("<|python_tag|>", ("{", "[{")),),
+    "pythonic": (CallOpening("<|python_start|>", ("[",)),),
 }
 
 REASONING_FAMILIES: dict[str, ThinkTags] = {
@@ -642,8 +670,10 @@ class ParserChoice:
         if not separate_reasoning and tool_parser is None:
             return _Pipeline(None, None, True)
         names = tools.names if tools is not None and tool_parser is not None else ()
-        thinking = ThinkParser(tags, inside=inside, keep=not separate_reasoning, tools=names)
-        cleans = separate_reasoning and not answer_is_literal and tags.come_again
+        thinking = ThinkParser(
+            tags, inside=inside, keep=not separate_reasoning, only_first=answer_is_literal, tools=names
+        )
+        cleans = separate_reasoning and not answer_is_literal
         return _Pipeline(thinking, tool_parser, separate_reasoning, LaterThoughts(tags) if cleans else None)
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
@@ -749,9 +779,9 @@ def thoughts_of(form: ThinkingForm) -> _Pipeline | HarmonyThoughts:
     tags = think_tags(form.family, form.calls)
     if tags is None:
         return HarmonyThoughts()
-    first = ThinkParser(tags, inside=form.inside, keep=True, tools=form.tools)
+    first = ThinkParser(tags, inside=form.inside, keep=True, only_first=form.only_first, tools=form.tools)
     calls = [call.marker for call in tags.calls] if form.tools else ()
-    later = None if form.only_first or not tags.come_again else LaterThoughts(tags, keep=True, calls=calls)
+    later = None if form.only_first else LaterThoughts(tags, keep=True, calls=calls)
     return _Pipeline(first, None, True, later)
 
 

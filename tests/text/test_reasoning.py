@@ -13,6 +13,7 @@ from jaxserve.text.renderer import Renderer
 from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
+from tests.text import hostile_calls
 from tests.text.whole_outputs import ParsedOutput, parse_whole
 
 TOOLS = ToolSet(parameters={"f": {"type": "object", "properties": {}}})
@@ -431,3 +432,27 @@ def test_any_text_survives(family: str) -> None:
         assert sorted("".join(left.split())) == sorted(
             "".join(joined.replace(tags.start, "").replace(tags.end, "").split())
         )
+
+
+MARKED = sorted(set(hostile_calls.FAMILIES) - {"harmony", "llama3_json", "json", "pythonic"})
+WRITE_TOOLS = ToolSet({"write": {"type": "object", "properties": {"path": {"type": "string"}}}})
+
+
+@pytest.mark.parametrize("family", sorted(REASONING_FAMILIES))
+def test_calls_and_tags_too_many_in_every_format(family: str) -> None:
+    """A call within the thinking is a call, end tags about it are dropped, and second blocks are reasoning."""
+    begin, end = REASONING_FAMILIES[family].start, REASONING_FAMILIES[family].end
+    for name in sorted(set(hostile_calls.FAMILIES) - {"harmony"}):
+        form = hostile_calls.FAMILIES[name]
+        call = form.write([hostile_calls.Call("write", {"path": "a"})], [""], random.Random(1))
+        for text, content, reasoning in (
+            (f"{begin}hm{end}{call}", None, "hm"),
+            (f"{begin}hm{end}\n{begin} so {end}{end}\n{call}", None, "hm\nso"),
+            (f"{begin}hm{end}{call}{begin}so{end}Hi", "Hi", "hm\nso"),
+            *([(f"{begin}hm {call}{end}\nDone.", "Done.", "hm"), (f"{begin}hm {call}", None, "hm")]
+              if name in MARKED else ()),
+        ):  # fmt: skip
+            for deltas in ([text], list(text)):
+                output = run(ParserChoice(form.parser, family), deltas, tools=WRITE_TOOLS)
+                assert (output.content, output.reasoning) == (content, reasoning), (name, text)
+                assert [each.arguments for each in output.tool_calls] == ['{"path": "a"}'], (name, text)

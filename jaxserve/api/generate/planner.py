@@ -480,6 +480,7 @@ class Planner:
             inside=form.inside,
             calls=form.calls,
             tools=form.tools,
+            only_first=form.only_first,
             end_token_ids=self._end_of_thinking(tags.end, params.grammar),
         )
 
