@@ -11,11 +11,11 @@ import sys
 import threading
 
 from jaxserve.cli.main import main
+from jaxserve.transport.child import wait_for_end
 
 
 def _end_with_stdin() -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
+    wait_for_end()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -113,9 +113,18 @@ def end_with_parent() -> None:
 
 
 def _wait_and_exit() -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
+    wait_for_end()
     os._exit(1)
+
+
+def wait_for_end() -> None:
+    """Return when stdin has closed.
+
+    Reads the descriptor itself: Python aborts at its end if a daemon thread holds the lock of `sys.stdin.buffer`.
+    """
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
 
 
 def without_empty_entries(path: list[str], environ: Mapping[str, str] = os.environ) -> list[str]:

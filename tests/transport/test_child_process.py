@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.transport.child import child_environment, python_command, without_empty_entries
+from tests.waiting import LAST_RESORT
 
 
 @pytest.fixture
@@ -57,3 +58,10 @@ def plant(folder: Path, mark: Path) -> int:
     for name in names:
         (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write(__name__ + '\\n')\n")
     return len(names)
+
+
+def test_a_child_that_waits_for_its_parent_may_end_by_itself() -> None:
+    """While the thread waits for stdin, whose lock Python needs at its end."""
+    script = "import time; from jaxserve.transport.child import end_with_parent; end_with_parent(); time.sleep(0.3)"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.wait(LAST_RESORT) == 0, child.stderr and child.stderr.read()
