@@ -45,6 +45,11 @@ class Caller:
         """The owner whose files and batches the caller sees; None: all owners."""
         return None if self.admin else self.owner
 
+    @property
+    def name(self) -> str:
+        """The name of the key, for logs."""
+        return "admin" if self.admin else self.owner or DEFAULT_KEY
+
     def engine_name(self, request_id: str) -> str:
         """Return the request's id inside the engine. Two keys may choose one id without aborting each other.
 

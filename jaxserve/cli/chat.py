@@ -451,7 +451,8 @@ def _server(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
     if options.url is not None:
         yield options.url
         return
-    command = python_command("jaxserve.cli.owned_server", "--port", "0", "--logging.level", "warning", *words)
+    quiet = ("--port", "0", "--logging.level", "warning")
+    command = python_command("jaxserve.cli.owned_server", *quiet, *words, "--logging.format", "text")  # of the card
     # A session of its own: Ctrl-C is for the answer, not for the server.
     process = subprocess.Popen(
         command,

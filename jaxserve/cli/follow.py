@@ -9,7 +9,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 
 import uvloop
 from fastapi import FastAPI
@@ -18,6 +17,7 @@ from fastapi.responses import JSONResponse
 from jaxserve.cli.http_server import Server, bind, check_certificates, http_config, on_signals, url_of
 from jaxserve.client.link import SERVING, FollowerKeeper
 from jaxserve.config import Config
+from jaxserve.log import tell
 from jaxserve.version import __version__
 
 
@@ -64,12 +64,12 @@ class FollowerHost:
     def _print_start(self) -> None:
         mesh = self._config.mesh
         leader = f"{mesh.leader[0]}:{mesh.leader[1]}"
-        print(
+        health = f"{url_of(self._listener, self._config.server)}/health"
+        line = (
             f"jaxserve {__version__} is host {mesh.host_rank} of {mesh.hosts}; the leader is at {leader}; "
-            f"health at {url_of(self._listener, self._config.server)}/health",
-            file=sys.stderr,
-            flush=True,
+            f"health at {health}"
         )
+        tell(line, text=line, event="start", version=__version__, host=mesh.host_rank, leader=leader, health=health)
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)

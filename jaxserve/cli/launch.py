@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sqlite3
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import EngineLink, ProcessLink
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
+from jaxserve.log import tell
 from jaxserve.store import Store, ThreadLimits
 from jaxserve.transport.child import EngineChild
 
@@ -229,7 +229,8 @@ class Launch:
             f"draining: {running} running, at most {self._config.server.drain_timeout:g} s" if running else "stopping"
         )
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"jaxserve: {number.name}: {what}; a second signal ends it at once", file=sys.stderr, flush=True)
+            line = f"{number.name}: {what}; a second signal ends it at once"
+            tell(line, event="drain", signal=number.name, running=running)
         self.stop()
 
     async def _drain(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from jaxserve.errors import ConfigError, UnexpectedEndError
+from jaxserve.log import fields, is_json, tell, tell_at_once
 from jaxserve.transport.child import without_empty_entries
 from jaxserve.version import __version__
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # so that an error is told here, not while Python ends
     except ConfigError as error:
-        print(describe(error), file=sys.stderr)
+        tell_error(error)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -59,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141
     except UnexpectedEndError as error:
-        print(describe(error), file=sys.stderr)
+        tell_error(error)
     except OSError as error:
         if error.errno not in _FULL:
             return _bug(error)
         _drop_output()
         where = "" if error.filename is None else f": {error.filename}"
-        print(f"jaxserve: cannot write{where}: {error.strerror} -> make room on the disk", file=sys.stderr)
+        tell_error(UnexpectedEndError(f"cannot write{where}: {error.strerror}", fix="make room on the disk"))
     except Exception as error:
         return _bug(error)
     return 1
@@ -90,12 +92,16 @@ def _run(words: Sequence[str]) -> int:
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     """End before the server handles signals itself. The engine process ends too, because its stdin is closed."""
-    with contextlib.suppress(OSError):
-        os.write(2, b"jaxserve: SIGTERM: stopping\n")
+    tell_at_once("SIGTERM: stopping", event="stop", signal="SIGTERM")
     os._exit(0)
 
 
 def _bug(error: Exception) -> int:
+    if is_json():
+        logging.getLogger("jaxserve").critical(
+            "a bug: report it with this line", exc_info=error, extra=fields(event="end")
+        )
+        return 1
     traceback.print_exception(error)
     print(f"jaxserve: {type(error).__name__}: {error} -> a bug: report it with the lines above", file=sys.stderr)
     return 1
@@ -140,6 +146,13 @@ def on_sigterm(act: Callable[[int, FrameType | None], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def tell_error(error: ConfigError | UnexpectedEndError, *, of: str = "jaxserve") -> None:
+    """Tell the operator what ends this process. of: the command, or the model that the process serves"""
+    text = describe(error).replace("jaxserve", of, 1)
+    named = {"event": "end", "error": type(error).__name__, "fix": error.fix}
+    tell(str(error), level=logging.CRITICAL, text=text, **named, **({} if of == "jaxserve" else {"model": of}))
 
 
 def describe(error: ConfigError | UnexpectedEndError) -> str:

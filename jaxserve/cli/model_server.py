@@ -18,7 +18,7 @@ import uvloop
 
 from jaxserve.cli.http_server import keep_heap_small
 from jaxserve.cli.launch import Launch, freeze
-from jaxserve.cli.main import describe
+from jaxserve.cli.main import tell_error
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.model_process import ModelServerStart
@@ -47,7 +47,7 @@ def main() -> int:
         with socket.socket(fileno=start.listener) as listener:
             return uvloop.run(_serve(config, listener))
     except (ConfigError, UnexpectedEndError) as error:
-        print(f"{config.model.served_name[0]}: {describe(error)}".replace("jaxserve: ", "", 1), file=sys.stderr)
+        tell_error(error, of=config.model.served_name[0])
         return 2 if isinstance(error, ConfigError) else 1
 
 

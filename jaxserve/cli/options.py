@@ -9,9 +9,10 @@ launch` is made from the configuration tree. On a cluster, its variables say whi
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import math
 import re
-import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from yaml.composer import ComposerError
 from jaxserve.cli.foreign_flags import ROWS, Answer, Key, NoEffect, Refused
 from jaxserve.config import RENAMED, SECRETS, Config, known_keys, old_name_notice, suggestion, with_current_names
 from jaxserve.errors import ConfigError
+from jaxserve.log import tell
 
 CONFIG = "config"  # the value of --config, which is no key of the configuration
 # short names that no other server has, and those of jax.distributed
@@ -348,7 +350,24 @@ _MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 
 
 def _to_stderr(notice: str) -> None:
-    print(f"jaxserve: {notice}", file=sys.stderr)
+    tell(notice, level=logging.WARNING)
+
+
+def wanted_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return `logging.format` as far as it can be told from a configuration that may be wrong elsewhere; "" if it is
+    not set.
+    """
+    key, found = "logging.format", environ.get(f"{ENV_PREFIX}LOGGING__FORMAT", "")
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, text = word.partition("=")
+        value = text if equals else following
+        if flag == f"--{key}":
+            found = value
+        elif flag == f"--{CONFIG}" and not found:
+            with contextlib.suppress(ConfigError):
+                section = read_yaml(Path(value)).get("logging")
+                found = str(section.get("format", "")) if isinstance(section, dict) else ""
+    return found
 
 
 def load_config(

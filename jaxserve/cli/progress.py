@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -18,13 +19,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxserve.cli.options import GIB, WIDTH
 from jaxserve.client.supervisor import EngineStatus
+from jaxserve.log import fields, is_json
 from jaxserve.types.messages import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 AGENT_CONTEXT = 32_768  # tokens; prompts of coding agents have 15,000 to 25,000
 # Claude Code takes 200,000 tokens for granted and compacts shortly before. It can be told another window, of at least
@@ -148,7 +153,13 @@ class StartProgress:
         self._ended = time.monotonic()
         self.seconds[self._phase] = seconds = self.seconds.get(self._phase, 0.0) + self._ended - self._started
         amount = self._amount()
-        if amount or seconds > SHORT:
+        if not (amount or seconds > SHORT):
+            return
+        if is_json():
+            last = self._last
+            named = {"phase": self._phase, "seconds": round(seconds, 3), "done": last.done, "unit": last.unit}
+            logger.info("start: %s", self._phase, extra=fields(event="phase", **named))
+        else:
             self._console.print(f"  {self._phase:16}{amount:28}{seconds:6.1f} s")
 
     def add(self, phase: str) -> None:
@@ -242,9 +253,27 @@ def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
 
 
 def show_ready(info: EngineInfo, url: str, *, api_key: bool, progress: StartProgress) -> None:
-    """Print the ready card."""
+    """Print the ready card, or log what it says."""
+    if is_json():
+        return logger.info("jaxserve is ready", extra=fields(**_ready_fields(info, url, progress.seconds)))
     card = ready_card(info, url, api_key=api_key, seconds=progress.seconds)
     print(f"jaxserve is ready\n{card}", flush=True)
+
+
+def _ready_fields(info: EngineInfo, url: str, seconds: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "event": "ready",
+        "url": url,
+        "models": info.served_names,
+        "task": info.task,
+        "devices": info.devices,
+        "max_model_len": info.max_model_len,
+        "max_num_seqs": info.max_num_seqs,
+        "kv_tokens": info.num_kv_tokens,
+        "memory_plan": info.memory_plan,
+        "seconds": round(sum(seconds.values()), 3),
+        "phases": {name: round(value, 3) for name, value in seconds.items()},
+    }
 
 
 def command_began() -> float:

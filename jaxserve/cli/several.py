@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ import uvloop
 
 from jaxserve.cli.http_server import Server, bind, check_certificates, http_config, keep_heap_small, on_signals, url_of
 from jaxserve.cli.options import read_yaml, validate
-from jaxserve.cli.start import check_model_paths
+from jaxserve.cli.start import check_model_paths, tell_start
 from jaxserve.config import DEFAULT_STORE, Config, ModelEntry, StoreSection, own_sections
 from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.app import create_front
 from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
+from jaxserve.log import fields, is_json, tell
 from jaxserve.transport.socket_directory import SocketDirectory
-from jaxserve.version import __version__
 
 # of the front alone: a model's process listens on a socket of this machine, and the front answers other origins
 _FRONT_ONLY = {"host", "port", "ssl_certfile", "ssl_keyfile", "cors_origins"}
@@ -38,7 +37,7 @@ def serve(config: Config) -> int:
     """Serve until a signal and return the exit code. Raises ConfigError and UnexpectedEndError."""
     catalog = make_catalog(config)
     check_certificates(config.server)
-    print(f"jaxserve {__version__} starts with {len(catalog.plans)} models", file=sys.stderr, flush=True)
+    tell_start(f"{len(catalog.plans)} models")
     keep_heap_small()
     with bind(config.server) as listener:
         try:
@@ -139,6 +138,9 @@ class _Front:
         await loaded_models.started.wait()
         rows = [f"model       {each.plan.name} ({each.state})" for each in loaded_models.all]
         url = url_of(self._listener, self._config.server)
+        models = {each.plan.name: each.state for each in loaded_models.all}
+        if is_json():
+            return logger.info("jaxserve is ready", extra=fields(event="ready", url=url, models=models))
         print("\n".join(["jaxserve is ready", f"URL         {url}/v1", *rows]), flush=True)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -146,5 +148,6 @@ class _Front:
         if self._signals > 1:
             os._exit(130)  # the processes of the models end too, because their stdin is closed
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"jaxserve: {number.name}: draining; a second signal ends it at once", file=sys.stderr, flush=True)
+            line = f"{number.name}: draining; a second signal ends it at once"
+            tell(line, event="drain", signal=number.name)
         self._stop.set()

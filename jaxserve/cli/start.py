@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 
 from jaxserve.cli.config import dump
 from jaxserve.cli.main import imported
-from jaxserve.cli.options import launch_help, load_config
+from jaxserve.cli.options import launch_help, load_config, wanted_format
 from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import check_hosts
-from jaxserve.log import configure_logging
+from jaxserve.log import configure_logging, tell
 from jaxserve.model_files import check_local_model, local_directory
 from jaxserve.transport.child import ENGINE_MODULE, EngineChild
 from jaxserve.version import __version__
@@ -31,8 +30,10 @@ def run(words: Sequence[str]) -> int:
     if any(word in ("-h", "--help", "--help-all") for word in words):
         print(launch_help(everything="--help-all" in words))
         return 0
+    if wanted_format(words, os.environ) == "json":  # what is wrong with the configuration is logged so too
+        configure_logging(Config.parse({"logging": {"format": "json"}}).logging, is_command=True)
     config = load_config(words, os.environ, several=True)
-    configure_logging(config.logging)
+    configure_logging(config.logging, is_command=True)
     for line in dump(config).splitlines():
         logger.debug("configuration: %s", line)
     check_hosts(config)
@@ -41,13 +42,19 @@ def run(words: Sequence[str]) -> int:
     check_model_paths(config)
     if config.mesh.host_rank > 0:
         return imported("jaxserve.cli.follow").serve(config)
-    print(f"jaxserve {__version__} starts with {config.model.path or DEMO}", file=sys.stderr, flush=True)
+    tell_start(config.model.path or DEMO)
     child = start_engine(config)
     try:
         return imported("jaxserve.cli.launch").serve(config, child)
     finally:
         if child is not None:
             child.close()
+
+
+def tell_start(served: str) -> None:
+    """Tell the operator that a server starts. served: the path of its model, or what it serves"""
+    line = f"jaxserve {__version__} starts with {served}"
+    tell(line, text=line, event="start", version=__version__, model=served)
 
 
 def start_engine(config: Config) -> EngineChild | None:

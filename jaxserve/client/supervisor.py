@@ -27,6 +27,7 @@ from typing import Literal
 
 from jaxserve.client.link import EngineLink
 from jaxserve.errors import ConfigError, EngineDeadError
+from jaxserve.log import fields
 from jaxserve.transport.shared_state import Pulse
 from jaxserve.types.messages import EngineInfo, EngineState, Failed, FromEngine, Progress, Ready, RequestRefused
 
@@ -235,7 +236,8 @@ class Supervisor:
         delay = self._row.next_delay(self._on_death(error), served)
         if delay is not None:
             self.restarts += 1
-            logger.error("%s; restart %d in %.0f s", self._cause(error), self.restarts, delay)
+            named = {"event": "engine_died", "restart": self.restarts, "delay": delay}
+            logger.error("%s; restart %d in %.0f s", self._cause(error), self.restarts, delay, extra=fields(**named))
             self._show(EngineStatus("restarting", "the engine died"))
         return delay
 

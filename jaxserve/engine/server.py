@@ -19,6 +19,7 @@ import msgspec
 
 from jaxserve.engine.core import EngineCore, Prepare, StepError
 from jaxserve.errors import HTTPError, JaxserveError
+from jaxserve.log import fields
 from jaxserve.transport.shared_state import RecordingRunner, SharedState, WorkRecord
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import (
@@ -183,15 +184,25 @@ class StatsLog:
             logger.info(
                 "prefill: new tokens %d, cached tokens %d, %.1f tokens/s, running %d, queued %d",
                 *(new, cached, new / seconds, stats.num_running, stats.num_waiting),
+                extra=fields(event="prefill", new_tokens=new, cached_tokens=cached, seconds=round(seconds, 3)),
             )
         if counts := Counter(self._reasons()).most_common():
-            logger.info("waiting: %s", "; ".join(f"{count} for {reason}" for reason, count in counts))
+            said = "; ".join(f"{count} for {reason}" for reason, count in counts)
+            logger.info("waiting: %s", said, extra=fields(event="waiting", reasons=dict(counts)))
         generated = stats.generation_tokens - last.generation_tokens
+        named: dict[str, float] = {
+            "running": stats.num_running,
+            "queued": stats.num_waiting,
+            "output_tokens": generated,
+        }
+        named |= {"steps": stats.steps - last.steps, "retracted": stats.preemptions - last.preemptions}
+        named["kv_used"] = round(stats.num_pages_used / self._num_pages, 4)
         logger.info(
             "decode: running %d, queued %d, %.1f tokens/s, KV tokens %d (%.2f), steps %d, retracted %d%s",
             *(stats.num_running, stats.num_waiting, generated / seconds, stats.num_pages_used * self._page_size),
             *(stats.num_pages_used / self._num_pages, stats.steps - last.steps, stats.preemptions - last.preemptions),
             note,
+            extra=fields(event="load", seconds=round(seconds, 3), **named),
         )
 
 

@@ -22,6 +22,7 @@ from jaxserve.api.state import ServerState
 from jaxserve.client.async_engine import AbortSignal
 from jaxserve.client.sequences import Outbox
 from jaxserve.errors import ConflictError, HTTPError, InvalidValueError
+from jaxserve.log import current_record
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import EngineInfo
@@ -108,6 +109,9 @@ class Generation:
         self._is_begun = False  # a prompt of this request was sent to the engine
         self._is_answered = False  # the engine has answered a prompt of this request
         self._weights: set[int] = set()  # numbers of the weights that made the last outputs
+        self._record = current_record()
+        if self._record is not None:
+            self._record.used.append(self.usage)
 
     def _check_size(self) -> None:
         """Raise InvalidValueError if one request asks for too much, so that waiting would not help."""
@@ -182,6 +186,8 @@ class Generation:
                         self._note_cached(number, output)
                         first[output.index] = now, output.queue_seconds
                         times.first_token(now - started, output.queue_seconds, output.prefill_seconds)
+                        if self._record is not None:
+                            self._record.note_first_token(now)
                     else:
                         times.inter_token.observe((now - before) / count)
                     last[output.index] = now

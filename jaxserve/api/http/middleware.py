@@ -8,6 +8,7 @@ every streamed chunk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -30,6 +31,7 @@ from jaxserve.errors import (
     SlowRequestError,
     UnsupportedEncodingError,
 )
+from jaxserve.log import RequestRecord, fields, recorded_request
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
 
@@ -84,6 +86,10 @@ class RequestContext:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        with recorded_request() if self.log_requests else contextlib.nullcontext() as record:
+            await self._answer(scope, receive, send, record)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord | None) -> None:
         started = time.perf_counter()
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
@@ -125,9 +131,16 @@ class RequestContext:
         finally:
             if counts:
                 self.metrics.count_response(scope, status)
-            if self.log_requests and counts:
-                seconds = time.perf_counter() - started
-                logger.info("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, request_id)
+            if record is not None and counts:
+                _log_request(scope, status, time.perf_counter() - started, record)
+
+
+def _log_request(scope: Scope, status: int, seconds: float, record: RequestRecord) -> None:
+    method, path, state = scope["method"], scope["path"], scope["state"]
+    caller: Caller | None = state.get("caller")
+    named = {"event": "request", "method": method, "path": path, "status": status, "seconds": round(seconds, 4)}
+    named |= {"request_id": state["request_id"], "key": None if caller is None else caller.name, **record.as_fields()}
+    logger.info("%s %s %d %.3f s %s", method, path, status, seconds, state["request_id"], extra=fields(**named))
 
 
 def _routed(scope: Scope) -> Scope:
