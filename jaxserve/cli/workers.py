@@ -18,7 +18,7 @@ import msgspec
 from jaxserve.api.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
 from jaxserve.cli.worker import WorkerStart
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.relay import Relay, Relays
+from jaxserve.client.relay import WorkerBridge, WorkerBridges
 from jaxserve.client.supervisor import DUMP_TIME, LOOK_INTERVAL, Restarts
 from jaxserve.config import Config
 from jaxserve.errors import HTTPError, UnexpectedEndError
@@ -51,9 +51,9 @@ class Workers:
         shape = self._shape = len(self._rows) + 1, num_columns(len(config.server.keys))
         self._board = SharedCounters.create(*shape)
         self.group = ProcessGroup(SharedCounters(self._board, *shape), MAIN, encryption_key=encryption_key)
-        self._relays = Relays(engine)
+        self._bridges = WorkerBridges(engine)
         self._engine = engine
-        self._numbers: dict[Relay, int] = {}
+        self._numbers: dict[WorkerBridge, int] = {}
         self._readings: dict[int, Families] = {}  # the latest metrics of each worker
         self._ended: Families = []  # what workers that have ended had counted
         self._starts = 0
@@ -63,7 +63,7 @@ class Workers:
 
     async def run(self, keeper: GroupKeeper) -> None:
         """Keep all workers running until cancelled. Raises UnexpectedEndError if one dies again and again."""
-        work = [self._relays.run(), self._write(keeper), *(self._keep(row, keeper) for row in self._rows)]
+        work = [self._bridges.run(), self._write(keeper), *(self._keep(row, keeper) for row in self._rows)]
         tasks = [asyncio.create_task(each) for each in work]
         try:
             await asyncio.gather(*tasks)
@@ -126,29 +126,29 @@ class Workers:
         self._processes[row] = process
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")
-        relay = await self._relays.connect(here)
-        self._numbers[relay] = number
-        watch = asyncio.create_task(self._watch(row, relay, process))
+        bridge = await self._bridges.connect(here)
+        self._numbers[bridge] = number
+        watch = asyncio.create_task(self._watch(row, bridge, process))
         try:
             if self._engine.was_ready:
-                await self._prepare(relay)
+                await self._prepare(bridge)
             return await process.wait()
         finally:
             watch.cancel()
             if process.returncode is None:
                 process.kill()
-            relay.close()
-            self._forget(relay)
+            bridge.close()
+            self._forget(bridge)
 
-    async def _watch(self, row: int, relay: Relay, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, row: int, bridge: WorkerBridge, process: asyncio.subprocess.Process) -> None:
         """Kill a worker that does not answer for longer than the watchdog's limit.
 
         Its start may take any time. Only time in which this process ran counts, so a pause of the whole machine kills
         none.
         """
-        await self._answer(relay.call("is_alive"), None)
-        while not relay.closed.is_set():
-            answer = asyncio.ensure_future(self._answer(relay.call("is_alive"), None))
+        await self._answer(bridge.call("is_alive"), None)
+        while not bridge.closed.is_set():
+            answer = asyncio.ensure_future(self._answer(bridge.call("is_alive"), None))
             silent = 0.0
             while not answer.done():
                 began = time.monotonic()
@@ -162,36 +162,36 @@ class Workers:
                     return
             await asyncio.sleep(LOOK_INTERVAL)
 
-    def _forget(self, relay: Relay) -> None:
-        number = self._numbers.pop(relay)
+    def _forget(self, bridge: WorkerBridge) -> None:
+        number = self._numbers.pop(bridge)
         self._ended = merge_families([self._ended, counted(self._readings.pop(number, []))])
 
     async def prepare(self) -> None:
         """Wait until every worker answers requests without delay. The engine is ready."""
-        await asyncio.gather(*map(self._prepare, self._relays.open))
+        await asyncio.gather(*map(self._prepare, self._bridges.open))
 
-    async def _prepare(self, relay: Relay) -> None:
+    async def _prepare(self, bridge: WorkerBridge) -> None:
         try:
-            await relay.call("prepare")
+            await bridge.call("prepare")
         except HTTPError as error:
             logger.error("a worker is not ready: %s", error)
 
     async def abort(self, prefix: str, owner: str | None) -> list[str]:
         """See Peers."""
-        found = await self._ask(lambda relay: relay.call("abort", prefix=prefix, owner=owner))
+        found = await self._ask(lambda bridge: bridge.call("abort", prefix=prefix, owner=owner))
         return [request_id for ids in found.values() for request_id in ids]
 
     async def metrics(self) -> list[Families]:
         """See Peers."""
-        found = await self._ask(lambda relay: relay.call("metrics"))
+        found = await self._ask(lambda bridge: bridge.call("metrics"))
         running = self._numbers.values()  # one that has ended since then is counted in `_ended`
         self._readings |= {number: families for number, families in found.items() if number in running}
         return [*self._readings.values(), self._ended]
 
-    async def _ask(self, call: Callable[[Relay], Awaitable[T]]) -> dict[int, T]:
+    async def _ask(self, call: Callable[[WorkerBridge], Awaitable[T]]) -> dict[int, T]:
         """Call all workers at once; return the answers by the worker's number. One that is late is left out."""
         numbers = dict(self._numbers)
-        found = await asyncio.gather(*(self._answer(call(relay)) for relay in numbers))
+        found = await asyncio.gather(*(self._answer(call(bridge)) for bridge in numbers))
         return {number: answer for number, answer in zip(numbers.values(), found, strict=True) if answer is not None}
 
     async def _answer(self, call: Awaitable[T], seconds: float | None = WORKER_CALL_SECONDS) -> T | None:
@@ -206,7 +206,7 @@ class Workers:
         """Let all workers accept nothing more, end their open answers and exit."""
         self._is_stopping = True
         if self._engine.was_ready:  # else no client waits for an answer
-            await self._ask(lambda relay: relay.call("finish"))
+            await self._ask(lambda bridge: bridge.call("finish"))
 
     async def stop(self) -> None:
         """Wait until the workers have exited after `finish`, and kill those that do not."""

@@ -1,17 +1,14 @@
 """The engine for asyncio code: `async for output in engine.generate(...)`.
 
-Owns the live sequences with their text state, and the replicas: the engine processes. An engine process knows tokens;
-this side knows text. A sequence is kept here until its last output. After a crash of the engine every
-live sequence is sent again with the tokens it already has, so no output is lost.
+The `AsyncEngine` owns the live sequences with their text state, and the replicas: the engine processes. An engine
+process knows tokens; this side knows text. A sequence is kept here until its last output. After a crash of the engine
+every live sequence is sent again with the tokens that it already has, so no output is lost.
 
     generate() -> Add  ------------------------>  engine
     queue of RequestOutput  <- SequenceText  <-  Outputs
 
-Aborts engine requests from outside of their iterators.
-
-The optional arguments of every `generate` of one prompt.
-
-The limits of the queue: scheduler.max_queued_requests and scheduler.max_queued_tokens.
+`GenerateOptions` are the optional arguments of every `generate` of one prompt. An `AbortSignal` aborts requests from
+outside of their iterators. `check_queue` enforces scheduler.max_queued_requests and scheduler.max_queued_tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ import msgspec
 from jaxserve.client.link import EngineLink, Roles, process_links
 from jaxserve.client.replica_set import ReplicaSet, SequenceEvents
 from jaxserve.client.replicas import Replica, ReplicaState
-from jaxserve.client.sequences import LiveSequence, Outbox, SequenceTable
+from jaxserve.client.sequences import LiveSequence, OutputQueue, SequenceTable
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config, SchedulerSection
 from jaxserve.errors import (
@@ -65,10 +62,10 @@ AbortCallback = Callable[[int | None], object]
 
 
 class AbortSignal:
-    """Aborts the attached requests: those that run, and those submitted after the signal was set.
+    """Aborts the attached requests: the running ones, and any submitted after the signal was set.
 
     So it also stops a generation of several consecutive requests that is between two of them. A callback gets the index
-    of the choice to abort, None: all.
+    of the choice to abort; None: all.
     """
 
     def __init__(self) -> None:
@@ -81,7 +78,7 @@ class AbortSignal:
             callback(None)
 
     def abort_choice(self, index: int) -> None:
-        """Abort one choice of the requests that run."""
+        """Abort one choice of the running requests."""
         for callback in list(self._callbacks.values()):
             callback(index)
 
@@ -101,24 +98,24 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None  # for `abort` and logs; need not be unique
     priority: int  # lower runs earlier; default 0
     cache_salt: str  # prompts share cached prefixes only within a salt; default ""
-    tenant: Tenant | None  # among whom the engine is shared; default: the tenant of all such requests
+    tenant: Tenant | None  # owner of the request; default: one tenant that all such requests share
     deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
     signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
     replica: int | None  # the engine that computes it; default: the router chooses
     continues: bool  # a request that was accepted needs the engine again: no drain and no full queue refuses it
     follows: bool  # an engine has answered a part of the same request; a pause that waits for requests waits for it
-    outbox: Outbox | None  # the queue of unread outputs, if the caller wants to know its size
+    outbox: OutputQueue | None  # the queue of unread outputs, if the caller wants to know its size
 
 
 class Load(NamedTuple):
-    """Sequences that run or wait, and the prompt tokens of those that wait."""
+    """Number of sequences that run or wait, and of prompt tokens that wait."""
 
     num_live: int
     waiting_tokens: int
 
 
 def check_queue(section: SchedulerSection, max_num_seqs: int, load: Load, more: Load) -> None:
-    """Raise QueueFullError unless `more` may wait, InvalidValueError if it never can."""
+    """Raise QueueFullError unless `more` may wait now, and InvalidValueError if it never may."""
     limit, n = max_num_seqs + section.max_queued_requests, more.num_live
     if n > limit:
         raise InvalidValueError(f"{n} sequences are more than the {limit} that the queue holds", param="n")
@@ -134,7 +131,7 @@ class AsyncEngine:
     """One engine or several replicas behind links. The default links are child processes.
 
     link: the connection to the engine, or one for each replica
-    id_prefix: of the engine ids made here, if other processes make ids for the same engine
+    id_prefix: prefix of the engine ids made here, if other processes make ids for the same engine
     """
 
     def __init__(
@@ -178,14 +175,14 @@ class AsyncEngine:
         self._replicas.drain()
 
     async def drained(self, timeout: float, others: Callable[[], int] = lambda: 0) -> bool:
-        """Wait at most `timeout` seconds until no request is live and `others` counts none. Returns whether so."""
+        """Wait at most `timeout` seconds until no request is live and `others` returns 0. Return whether that came."""
         deadline = time.monotonic() + timeout
         while (self._live or others()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not (self._live or others())
 
     async def stop(self) -> None:
-        """Stop the engine. Live requests end with EngineDeadError, before a stuck engine makes this wait."""
+        """Stop the engine. Live requests end with EngineDeadError first, because a stuck engine takes a while."""
         error = EngineDeadError("the server stopped")
         for sequence in self._live:
             self._end_with_error(sequence, error)
@@ -242,7 +239,7 @@ class AsyncEngine:
 
     @property
     def load(self) -> Load:
-        """Numbers of the accepted sequences that have not ended, and of their prompt tokens that wait."""
+        """Number of accepted sequences that have not ended, and of their prompt tokens that wait."""
         return Load(len(self._live), self._live.num_waiting_tokens)
 
     def stats(self) -> EngineStats:
@@ -257,8 +254,9 @@ class AsyncEngine:
             raise NotReadyError(f"the server is {self.status.phase} ({self.status.detail or 'please wait'})")
 
     def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Raise QueueFullError unless `n` more sequences of so many prompt tokens may wait, InvalidValueError if they
-        never can.
+        """Raise QueueFullError unless `n` more sequences may wait now, and InvalidValueError if they never may.
+
+        num_prompt_tokens: prompt tokens of each sequence
         """
         check_queue(self.config.scheduler, self.info.max_num_seqs, self.load, Load(n, n * num_prompt_tokens))
 
@@ -267,10 +265,10 @@ class AsyncEngine:
     async def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[RequestOutput]:
-        """Generate `params.n` sequences and yield the new text and tokens of each as they come. Closing the iterator
-        aborts.
+        """Generate `params.n` sequences and yield the new text and tokens of each as they come.
 
-        Raises NotReadyError, QueueFullError or a RequestError before the first output, and any HTTPError later.
+        Closing the iterator aborts them. Raises NotReadyError, QueueFullError or a RequestError before the first
+        output, and any HTTPError later.
         """
         request = EngineRequest(
             request_id="",
@@ -286,7 +284,7 @@ class AsyncEngine:
             follows=options.get("follows", False),
         )
         given, signal = options.get("outbox"), options.get("signal")
-        outputs = Outbox() if given is None else given
+        outputs = OutputQueue() if given is None else given
         sequences = self._begin(request, outputs)
         logger.debug(
             "request %s accepted: %d choices from engine request %s on, %d prompt tokens, %d live",
@@ -324,7 +322,7 @@ class AsyncEngine:
         self._replicas.place(sequences, message)
         self._replicas.send(sequences, message)
 
-    def _begin(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
+    def _begin(self, request: EngineRequest, outputs: OutputQueue) -> list[LiveSequence]:
         """Send a request as `params.n` sequences. If it raises, nothing was sent and nothing is live."""
         self._check_accepts(request, request.params.n, len(request.prompt_token_ids), is_accepted=request.continues)
         seed = request.params.seed
@@ -343,7 +341,7 @@ class AsyncEngine:
         return sequences
 
     def _check_accepts(self, request: EngineRequest, n: int, num_prompt_tokens: int, *, is_accepted: bool) -> None:
-        """Raise as `generate` does before the first output. Only a dead engine refuses what is accepted."""
+        """Raise as `generate` does before the first output. Only a dead engine refuses an accepted request."""
         if not is_accepted:
             self.check_ready()
             self.check_queue(n, num_prompt_tokens)
@@ -359,7 +357,7 @@ class AsyncEngine:
         running = [sequence for sequence in sequences if self._live.remove(sequence)]
         if running:
             self._replicas.abort(running)
-            self._replicas.settle()
+            self._replicas.advance()
 
     async def abort(self, request_id: str) -> bool:
         """Abort all running requests with this id. Returns whether there were any.
@@ -369,7 +367,7 @@ class AsyncEngine:
         return self.abort_sequences(self._live.of_client(request_id))
 
     def abort_sequences(self, sequences: Iterable[LiveSequence]) -> bool:
-        """Abort those of the sequences that are live; each ends with an output. Returns whether there were any."""
+        """Abort the sequences that are live. Each ends with an output. Return whether there were any."""
         found = [each for each in sequences if self._live.get(each.engine_id) is each]
         sent = [sequence for sequence in found if sequence.is_sent]
         for sequence in found:
@@ -378,7 +376,7 @@ class AsyncEngine:
                 self._answer_abort(sequence)
         if sent:
             self._replicas.abort(sent)
-        self._replicas.settle()
+        self._replicas.advance()
         return bool(found)
 
     def _abort_choice(self, sequences: Sequence[LiveSequence], index: int | None) -> None:
@@ -406,10 +404,10 @@ class AsyncEngine:
                 if admitted:
                     self._live.admit(admitted)
                 if replica.sender.is_watching:
-                    replica.sender.take(outputs)
+                    replica.sender.receive(outputs)
                 for output in outputs:
                     self._deliver(output)
-                self._replicas.settle()
+                self._replicas.advance()
                 if stats is not None:
                     self._replicas.stats_changed(replica, stats)
                 if pages is not None:
@@ -421,13 +419,13 @@ class AsyncEngine:
             case RequestRefused() if (sequence := self._live.get(message.request_id)) is not None:
                 self._end_with_error(sequence, message.error())
             case Reply():
-                replica.calls.take(message)
+                replica.calls.receive(message)
 
     def _deliver(self, output: TokenOutput) -> None:
         sequence = self._live.get(output.request_id)
         if sequence is None:
             return  # already ended here (stop string, disconnect) while the engine computed one more token
-        if sequence.is_prompt and self._replicas.take_prompt(sequence, output):
+        if sequence.prefill_only and self._replicas.take_prompt(sequence, output):
             return
         if output.finish_reason is FinishReason.ERROR:
             self._end_with_error(sequence, sequence.failure(output))
@@ -450,10 +448,10 @@ class AsyncEngine:
         if self._live.get(sequence.engine_id) is not None:
             self._replicas.resend(sequence)
 
-    def _deliver_text(self, sequence: LiveSequence, take: Callable[..., Any], *outputs: TokenOutput) -> None:
-        """Deliver the result of `take`. It may find the end of the sequence."""
+    def _deliver_text(self, sequence: LiveSequence, push: Callable[..., Any], *outputs: TokenOutput) -> None:
+        """Deliver the result of `push(*outputs)`, which may find the end of the sequence."""
         try:
-            result = take(*outputs)
+            result = push(*outputs)
         except Exception as error:  # the boundary of one request: an error in its text must not end the others
             logger.exception("request %s failed", sequence.request.client_id)
             self._replicas.abort([sequence])

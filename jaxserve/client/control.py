@@ -1,9 +1,9 @@
-"""The calls that a new engine process gets after a death, so that it is again as its operator left it.
+"""Administrative calls to an engine, and the record of the calls that a new engine process gets after a death.
 
-Weights of a directory are loaded again, and the engine is paused or put to sleep again. Weights that came as bytes are
-gone with the process: the new one has those of its start, and says so in its weight version.
-
-Administrative calls to the engine that wait for their replies.
+`EngineCalls` makes calls and waits for their replies. `ControlRecord` brings a new engine into the state in which its
+operator left the old one: weights of a directory are loaded again, and the engine is paused or put to sleep again.
+Weights that came as bytes are gone with the process: the new one has the weights of its start, and its weight version
+says so.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class EngineCalls:
         future.add_done_callback(lambda _: self._waiting.pop(call_id))
         if self._failure is None:
             self._send(Call(call_id, method, args))
-        else:  # nobody would answer: an engine that is being started again gets no message from before
-            future.set_exception(self._failure.with_traceback(None))  # not with the frames of calls before
+        else:  # nobody would answer: an engine that is being started again gets no earlier message
+            future.set_exception(self._failure.with_traceback(None))  # without the frames of earlier calls
         return future
 
-    def take(self, reply: Reply) -> None:
+    def receive(self, reply: Reply) -> None:
         """Give a reply to its call. A call that was cancelled gets none."""
         future = self._waiting.get(reply.call_id)
         if future is None or future.done():
@@ -67,11 +67,11 @@ class EngineCalls:
             future.set_exception(_ERRORS.get(reply.status, ServerError)(reply.error))
 
     def ready(self) -> None:
-        """Note that the engine is ready and takes calls."""
+        """Record that the engine is ready and takes calls."""
         self._failure = None
 
     def fail(self, error: HTTPError) -> None:
-        """End all calls with an error, and those that are made until `ready`."""
+        """End all calls with an error, also later calls until `ready`."""
         self._failure = error
         for future in [*self._waiting.values()]:
             if not future.done():
@@ -87,20 +87,20 @@ def _log_failure(method: str, on_failure: Callable[[BaseException], None] | None
 
 RecordedCall = tuple[str, dict[str, Any]]
 
-PAUSED = "scheduling"  # vLLM's name beside those of what sleeps
+PAUSED = "scheduling"  # vLLM's name for it, beside the names of the parts that sleep
 
 
 class ControlRecord:
-    """The state that calls of engine/control.py have made. num_resumed: how often steps were made to run again"""
+    """The state that calls of engine/control.py have made. num_resumed: how often the engine was resumed"""
 
     def __init__(self) -> None:
         self._weights: RecordedCall | None = None  # the last update that can be repeated
-        self._label: str | None = None  # given since then
+        self._label: str | None = None  # label given since then
         self._lost: str | None = None  # label of weights that cannot be loaded again
-        self._mode: str | None = None  # how it is paused
+        self._mode: str | None = None  # how the engine is paused
         self._sleep: dict[str, Any] | None = None
         self._num_updates = 0
-        self._num_begun = 0  # of all updates, also of those that failed
+        self._num_begun = 0  # updates that were begun, failed ones included
         self.num_resumed = 0
 
     @property
@@ -110,12 +110,12 @@ class ControlRecord:
 
     @property
     def asleep(self) -> frozenset[str]:
-        """What is not on the devices of a new engine after `calls`, and PAUSED if it is."""
+        """Names of the parts that are not on the devices of a new engine after `calls`; PAUSED if it is paused."""
         tags = frozenset() if self._sleep is None else frozenset(self._sleep["tags"])
         return tags if self._mode is None else tags | {PAUSED}
 
     def begun_update(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the next update: with a number that no other has, and a label.
+        """Return the arguments of the next update, with a number of its own and a label.
 
         An engine that is started again counts from the beginning, so it cannot choose them.
         """
@@ -123,8 +123,8 @@ class ControlRecord:
         own = {"number": self._num_begun}
         return args | own | ({"version": str(self._num_updates + 1)} if args.get("version") is None else {})
 
-    def note(self, method: str, args: dict[str, Any], result: Any) -> None:
-        """Take in a call that has succeeded."""
+    def record(self, method: str, args: dict[str, Any], result: Any) -> None:
+        """Record a call that has succeeded."""
         self._num_updates += changes_weights(method)
         match method:
             case "update_from_directory":

@@ -1,17 +1,16 @@
-"""The API process's end of the transport to an engine in a child process behind private sockets.
+"""The API process's end of the transport to an engine in a child process, and the choice of its role and devices.
 
-Owns the child process, its directory and its sockets. Does not interpret messages. No jax here.
-
-Which replicas compute prompts, which produce tokens, and which requests need both. No jax.
-
-Which devices each replica gets: GPUs and TPU chips by an environment variable, cores of a CPU by affinity.
+    Roles, check_roles   which replicas compute prompts, which produce tokens, and which requests need both
+    DeviceShare          the devices of a replica: GPUs and TPU chips by an environment variable, cores by affinity
+    EngineLink           the interface of a connection to an engine
+    ProcessLink          owns the child process, its directory and its private sockets; does not interpret messages
+    FollowerKeeper       keeps the engine process of a host whose leader runs elsewhere
 
 No two replicas share a device. The choice is made before the child process starts, because JAX takes all devices that
-it sees. Nothing here has been run on a TPU.
+it sees. Nothing here has been run on a TPU. No jax here.
 
-Keeps the engine process of a host whose leader runs elsewhere.
-
-The group ends if any host is lost, and then every host joins again: the process is started again when it ends.
+A group ends if any host is lost, and then every host joins again. So a follower's process is started again when it
+ends.
 """
 
 from __future__ import annotations
@@ -57,11 +56,10 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True)
 class Roles:
-    """How many replicas have which role, and for which prompts.
+    """How many replicas have which role, and which prompts need both.
 
-    num_prefill: replicas that only compute prompts, the first ones; 0: each replica does both
-
-    min_tokens: a prompt with fewer tokens that are not cached is computed where its tokens are produced
+    num_prefill: the first so many replicas only compute prompts; 0: each replica does both
+    min_tokens: a prompt with fewer uncached tokens is computed by the replica that produces its tokens
     """
 
     num_prefill: int = 0
@@ -81,7 +79,7 @@ class Roles:
 
 
 def check_roles(config: Config) -> None:
-    """Raise ConfigError if engines could pass no pages on."""
+    """Raise ConfigError if engines could not pass pages on."""
     if config.mesh.prefill_replicas and not config.cache.prefix_cache:
         raise ConfigError(
             "mesh.prefill_replicas passes pages from one prefix cache to another, and cache.prefix_cache is off",
@@ -92,23 +90,24 @@ def check_roles(config: Config) -> None:
 def ends_with_prompt(params: SamplingParams) -> bool:
     """Return whether the engine that computes the prompt also ends the request.
 
-    It does if at most one token is asked for, or a value of every token of the prompt, which no page holds.
+    It does if the request asks for at most one token, or for a value of every prompt token, which no page holds.
     """
     of_prompt = params.prompt_logprobs is not None or params.extras.of_prompt
     return params.embed or of_prompt or (params.max_tokens is not None and params.max_tokens <= 1)
 
 
 _VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
-_TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # of the chips of one process
+_TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # by the number of chips of one process
 _PREFILL_NICENESS = 5  # a prompt keeps a core busy, which the process that writes the streams may share
-_LEAST_FRACTION = 0.01  # of cache.memory_fraction
+_LEAST_FRACTION = 0.01  # least value of cache.memory_fraction
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What one engine process may use.
+    """The devices that one engine process may use.
 
-    environment: added to that of its parent. cores: None: all. niceness: by how much its priority is below its parent's
+    environment: variables added to its parent's. cores: cores of the CPU; None: all. niceness: by how much its priority
+    is below its parent's
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -121,7 +120,7 @@ def device_shares(
 ) -> list[DeviceShare]:
     """Return the share of each replica. Raises ConfigError if the devices are too few.
 
-    cores: those that this process may use; None: asks the system
+    cores: cores that this process may use; None: ask the system
     """
     count = config.mesh.replicas
     if platform == "cpu":
@@ -146,7 +145,7 @@ def _cores(cores: Sequence[int], count: int) -> list[Sequence[int]]:
 
 
 def _visible(given: str | None, needed: int) -> list[str]:
-    """Return the names of the devices. Without the variable they are numbered; an engine fails if one is not there."""
+    """Return the names of the devices. Without the variable they are numbers; an engine fails if one is missing."""
     if given is None:
         return [str(number) for number in range(needed)]
     names = [name.strip() for name in given.split(",") if name.strip()]
@@ -169,7 +168,7 @@ def _environment(platform: Platform, names: Sequence[str]) -> dict[str, str]:
 
 
 def replica_config(config: Config, platform: Platform, index: int) -> Config:
-    """Return the configuration of one engine: its platform, its share of the host's memory and a folder of its own."""
+    """Return the configuration of one engine, with its platform, its share of the memory and a folder of its own."""
     cache = config.cache
     changes: dict[str, object] = {}
     if platform == "cpu":  # each engine sees all memory
@@ -224,9 +223,10 @@ def with_plan(config: Config, info: EngineInfo) -> Config:
 
 
 class ProcessLink:
-    """An engine in a child process. module: what the child runs. share: the devices that it may use
+    """An engine in a child process.
 
-    child: one that runs already; None: `start` starts the first one too
+    module: the module that the child runs. share: the devices that it may use. child: a child that runs already; None:
+    `start` starts the first one too
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class ProcessLink:
     def _sweep(self) -> None:
         if not self._has_swept:
             self._has_swept = True
-            if swept := [*sweep(), *sweep(SHARED_MEMORY)]:  # where pages of prompts are passed on
+            if swept := [*sweep(), *sweep(SHARED_MEMORY)]:  # pages of prompts are passed on in shared memory
                 logger.info("removed %d directories of killed servers", len(swept))
 
     def _bind(self, context: zmq.asyncio.Context, kind: int, name: str) -> zmq.asyncio.Socket:
@@ -365,7 +365,7 @@ ENGINE_SILENCE_LIMIT = 30.0  # seconds without a heartbeat of the engine process
 class FollowerKeeper:
     """Starts the engine process of this host, again and again.
 
-    config: with this host's rank and the leader's address. phase: what the engine process does
+    config: names this host's rank and the leader's address. phase: the phase of the engine process
     """
 
     def __init__(self, config: Config) -> None:
@@ -374,8 +374,9 @@ class FollowerKeeper:
         self._link = ProcessLink(config, "jaxserve.engine.hosts.follower_process")
 
     async def run(self) -> None:
-        """Keep an engine process until cancelled, then end it. Raises ConfigError if one says that the operator is
-        wrong.
+        """Keep an engine process until cancelled, then end it.
+
+        Raises ConfigError if one ends because of a mistake of the operator.
         """
         work = [asyncio.create_task(task) for task in (self._keep(), self._watch())]
         try:

@@ -1,10 +1,10 @@
-"""Takes requests whose prompt a prefill engine has computed to a decode engine, with the pages of the prompt.
+"""Hands requests over from the prefill engine that computed their prompt to a decode engine, with the prompt's pages.
 
     prefill engine  --write_pages-->  file in a private directory  --read_pages, some at a time-->  decode engine
 
 No engine has the requests meanwhile. So an abort is answered here, and when either engine dies, only pages are lost:
-another decode engine reads the file. Whatever goes wrong, the requests are sent, and the engine that gets them computes
-what it lacks.
+another decode engine reads the file. The requests are sent whatever goes wrong, and the engine that gets them computes
+the pages that it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxserve.types.step import TokenOutput
 
 MAX_FILES = 4  # at a time, because each may hold gigabytes
 # Pages that a decode engine reads between two of its steps: the larger size of its page programs
-# (runtime/host_pages.py). One call for all would hold up its streams for the copy of the whole prompt.
+# (runtime/host_pages.py). One call for all pages would hold up its streams until the whole prompt is copied.
 PAGES_AT_ONCE = 64
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ class _Computed:
 
 
 class PromptHandover:
-    """Passes on requests whose prompts are computed.
+    """Hands over requests whose prompts are computed.
 
-    choose: the replica that goes on with a request. send: sends its sequences there
+    choose: returns the replica that goes on with a request. send: sends its sequences there
     """
 
     def __init__(self, live: SequenceTable, choose: Choose, send: Send) -> None:
@@ -63,7 +63,7 @@ class PromptHandover:
         self._directory = PageDirectory()
 
     async def stop(self) -> None:
-        """End what is under way, and remove the directory."""
+        """End the handovers under way, and remove the directory."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -71,21 +71,21 @@ class PromptHandover:
             self._directory.remove()
             self._directory = None
 
-    def take(self, sequence: LiveSequence, output: TokenOutput, source: Replica) -> None:
-        """Take a sequence from the replica that has computed its prompt. output: what ended the prompt there"""
+    def receive(self, sequence: LiveSequence, output: TokenOutput, source: Replica) -> None:
+        """Take a sequence from the replica that has computed its prompt. output: the last output there"""
         sequence.prefilled = Prefilled(output.num_cached_tokens, output.queue_seconds)
-        sequence.is_sent = sequence.is_prompt = False
+        sequence.is_sent = sequence.prefill_only = False
         self._live.assign(sequence, NOWHERE)
         computed = self._computed.setdefault(sequence.message_key, _Computed(source))
         computed.source = source
         computed.sequences.append(sequence)
-        self.settle()
+        self.advance()
 
-    def settle(self) -> None:
-        """Go on with the messages whose choices have all been computed, or have ended."""
+    def advance(self) -> None:
+        """Go on with the messages of which every choice has been computed or has ended."""
         for key, computed in [*self._computed.items()]:
             client_id = computed.sequences[0].request.client_id
-            if not any(each.is_prompt and each.message_key == key for each in self._live.of_client(client_id)):
+            if not any(each.prefill_only and each.message_key == key for each in self._live.of_client(client_id)):
                 del self._computed[key]
                 task = asyncio.create_task(self._hand_over(computed.sequences, computed.source))
                 self._tasks.add(task)
@@ -122,7 +122,7 @@ class PromptHandover:
             remove_file(path)
 
     async def _write(self, sequence: LiveSequence, source: Replica, path: Path) -> int:
-        """Return the number of tokens whose pages the prefill engine has written."""
+        """Write pages in the prefill engine. Return the number of tokens whose pages it has written."""
         request = sequence.request
         args = {"path": str(path), "token_ids": request.prompt_token_ids, "namespace": request.namespace}
         try:
@@ -132,7 +132,7 @@ class PromptHandover:
             return 0
 
     async def _read(self, sequences: Sequence[LiveSequence], target: Replica, path: Path, written: int) -> int:
-        """Return the number of tokens whose pages the decode engine has."""
+        """Read pages in the decode engine. Return the number of tokens whose pages it has."""
         read, before = 0, -1
         try:
             while before < read < written and self._living(sequences):

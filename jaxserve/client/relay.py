@@ -1,15 +1,14 @@
-"""The main process's end of the connection to one worker, which serves HTTP and makes text.
+"""The connections between the main process, which has the engine, and its workers, which serve HTTP and make text.
 
-To the worker it looks like an engine that never dies: its requests become live sequences of this process's AsyncEngine,
-which sends them again to a new engine. Their tokens go to the worker as they are.
-
-    worker  --Add · Abort · Reply-->  Relay  -->  AsyncEngine  -->  engine
+    worker  --Add · Abort · Reply-->  WorkerBridge  -->  AsyncEngine  -->  engine
             <--Located · Ready · EngineState · Outputs · RequestRefused · Call--
 
-A worker's end of the connection to the main process: the engine as an EngineLink that never dies.
+A `WorkerBridge` is the main process's end of the connection to one worker. A worker's requests become live sequences of
+the main process's AsyncEngine, which sends them again to a new engine. Their tokens go to the worker as they are.
 
-If the engine dies, the main process sends the worker's requests to the next one; the worker only learns the state. If
-the main process dies, the worker's process ends (see cli/worker.py).
+A `RelayLink` is the worker's end: an EngineLink to an engine that never dies. If the engine dies, the main process
+sends the worker's requests to the next one, and the worker only learns the state. If the main process dies, the
+worker's process ends (see cli/worker.py).
 """
 
 from __future__ import annotations
@@ -77,19 +76,19 @@ class RelayedTokens:
 
 
 class RelayedOutputs:
-    """The outputs of one sequence on their way to its worker. Stands in for Outbox."""
+    """The outputs of one sequence on their way to its worker. Stands in for OutputQueue."""
 
-    __slots__ = ("_relay", "_worker_id")
+    __slots__ = ("_bridge", "_worker_id")
 
-    def __init__(self, relay: Relay, worker_id: str) -> None:
-        self._relay = relay
+    def __init__(self, bridge: WorkerBridge, worker_id: str) -> None:
+        self._bridge = bridge
         self._worker_id = worker_id
 
     def put(self, item: TokenOutput | HTTPError) -> None:
-        self._relay.deliver(self._worker_id, item)
+        self._bridge.deliver(self._worker_id, item)
 
 
-class Relay:
+class WorkerBridge:
     """The requests of one worker in one engine. closed: set when the worker has closed the connection or died"""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -120,7 +119,7 @@ class Relay:
         return await self._calls.call(method, args)
 
     def tell(self, located: Located | None, info: EngineInfo | None, state: EngineState) -> None:
-        """Tell the worker what it does not know yet about the engine."""
+        """Send the worker the news of the engine."""
         told, self._told = self._told, (located, info, state)
         if located is not None and located != told[0]:
             self._send(located)
@@ -182,7 +181,7 @@ class Relay:
             case Abort(ids):
                 self._engine.abort_sequences(each for id in ids if (each := self._sequences.get(id)) is not None)
             case Reply():
-                self._calls.take(message)
+                self._calls.receive(message)
 
     def _add(self, message: Add) -> None:
         requests = message.requests()
@@ -202,42 +201,43 @@ class Relay:
 
     def _ended(self) -> None:
         self.closed.set()
-        left, self._sequences = list(self._sequences.values()), {}
+        left = list(self._sequences.values())
+        self._sequences = {}
         self._engine.abort_sequences(left)
         self._calls.fail(EngineDeadError("the worker ended"))
 
 
-class Relays:
-    """The relays of all workers of one engine. `run` tells them about its state."""
+class WorkerBridges:
+    """The bridges to all workers of one engine. `run` tells them about its state."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._relays: list[Relay] = []
+        self._bridges: list[WorkerBridge] = []
 
     @property
-    def open(self) -> list[Relay]:
-        self._relays = [relay for relay in self._relays if not relay.closed.is_set()]
-        return self._relays
+    def open(self) -> list[WorkerBridge]:
+        self._bridges = [bridge for bridge in self._bridges if not bridge.closed.is_set()]
+        return self._bridges
 
-    async def connect(self, connection: socket.socket) -> Relay:
+    async def connect(self, connection: socket.socket) -> WorkerBridge:
         """Serve the worker behind a connected socket."""
-        relay = Relay(self._engine)
-        await relay.connect(connection)
-        self._tell(relay)
-        self._relays.append(relay)
-        return relay
+        bridge = WorkerBridge(self._engine)
+        await bridge.connect(connection)
+        self._tell(bridge)
+        self._bridges.append(bridge)
+        return bridge
 
     async def run(self) -> None:
         """Tell every worker of every change of the engine's state."""
         while True:
-            for relay in self.open:
-                self._tell(relay)
+            for bridge in self.open:
+                self._tell(bridge)
             await self._engine.next_status()
 
-    def _tell(self, relay: Relay) -> None:
+    def _tell(self, bridge: WorkerBridge) -> None:
         status = self._engine.status
         info = self._engine.info if self._engine.was_ready else None
-        relay.tell(self._engine.located, info, EngineState(status.phase, status.detail))
+        bridge.tell(self._engine.located, info, EngineState(status.phase, status.detail))
 
 
 def _is_known(info: EngineInfo, sent: EngineInfo | None) -> bool:
@@ -251,8 +251,7 @@ Method = Callable[..., Any]
 class RelayLink:
     """Relays messages to and from the engine over the main process.
 
-    connection: a connected socket. methods: what the main process may call; their results are plain data
-
+    connection: a connected socket. methods: the methods that the main process may call; their results are plain data
     on_end: called when the main process has closed the connection
     """
 
@@ -302,7 +301,7 @@ class RelayLink:
 
 
 class WorkerEngine(AsyncEngine):
-    """The engine of a worker. whole_load: reads the load of all processes, as `load` gives it for this one"""
+    """The engine of a worker. whole_load: returns the load of all processes, as `load` does for this one"""
 
     def __init__(self, config: Config, link: RelayLink, *, id_prefix: str, whole_load: Callable[[], Load]) -> None:
         super().__init__(config, link, id_prefix=id_prefix)
@@ -310,6 +309,7 @@ class WorkerEngine(AsyncEngine):
 
     @property
     def load(self) -> Load:
-        """The load of all processes, as the main process has last written it; at least that of this process."""
-        own, whole = super().load, self._whole_load()
+        """The load of all processes as the main process last wrote it, or this process's own load if that is more."""
+        own = super().load
+        whole = self._whole_load()
         return Load(max(own.num_live, whole.num_live), whole.waiting_tokens)

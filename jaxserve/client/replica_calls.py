@@ -1,4 +1,4 @@
-"""Administrative calls that all engines of a server carry out, or a named error."""
+"""Administrative calls to all engines of a server: all carry a call out, or it fails with a named error."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ READS = ("state", "waiting", "read_weights")  # they change nothing, so engines 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call to several engines.
+    """The outcome of a call to several engines.
 
-    done: the engines that have carried it out, with their answers. errors: of the others
+    done: the engines that have carried it out, with their answers. errors: the errors of the others
     asked: the engines that got the call, and how often each had been started again before it
     """
 
@@ -28,7 +28,7 @@ class Outcome:
 
     @property
     def missed(self) -> list[Replica]:
-        """The engines that were started again meanwhile, and serve without the call that others have carried out."""
+        """Engines that were started again meanwhile and serve without the call that others have carried out."""
         if not self.done or self.method in READS:
             return []
         return [each for each, before in self.asked.items() if each.supervisor.restarts > before and each.sender.is_up]
@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def refused(self) -> list[Replica]:
-        """The engines that run and have not carried it out."""
+        """Engines that run and have not carried it out."""
         return [replica for replica, error in self.errors if not isinstance(error, EngineDeadError)]
 
     def result(self) -> Any:

@@ -1,12 +1,12 @@
-"""The engines of one server, each supervised alone: which one computes a request, and what happens when one dies.
+"""The engines of one server, each supervised alone: which one computes a request, and what happens if one dies.
 
 A request goes to the replica that the router chooses, with all its choices. If a replica dies, its requests go on in
 the others at once: they are sent with their prompt, their seed and the tokens that they have.
 
-Any request that was in work when a replica died may have killed it. If it is in work at the death of a second one, it
-stays with that one until the search for the culprit is over (sequence_sender.py), and all others leave. So a request
-that kills engines kills two of them, then one of the two again while it runs alone. With one replica the search begins
-at the first death.
+Any request that was in work when a replica died may have killed it. If it is in work at the death of a second replica,
+it stays with that one until the search for the culprit is over (sequence_sender.py), and all others leave. So a request
+that crashes engines crashes at most three times, two engines and then one of them again while it runs alone, and fails.
+With one replica the search begins at the first death.
 
 With one link this is one engine, with the behaviour of one.
 """
@@ -50,11 +50,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SequenceEvents:
-    """What the owner of the sequences does when something happens to them.
+    """Callbacks to the owner of the sequences.
 
     on_message      called with each message that concerns requests, and the replica that sent it
     answer_abort    answers the abort of a sequence whose replica died
-    end_with_error  ends a sequence. fail_all: ends all, because no replica is left
+    end_with_error  ends a sequence with an error
+    fail_all        ends all sequences, because no replica is left
     """
 
     on_message: Callable[[Replica, FromEngine | RequestRefused], None]
@@ -85,9 +86,9 @@ class ReplicaSet:
         self._choice = ReplicaChoice(self._replicas, roles)
         self._handover = PromptHandover(live, self._choice.of_decode, self._go_on) if roles.num_prefill else None
         self._finishing = FinishingPause(live, self._replicas, self._record)
-        self._updating = asyncio.Lock()  # updates one after the other: a label is the number of those before
+        self._updating = asyncio.Lock()  # one update at a time: a label is the number of updates before it
         self._info: EngineInfo | None = None
-        self._deadlines = HeldDeadlines(live, events.end_with_error, self.settle)
+        self._deadlines = HeldDeadlines(live, events.end_with_error, self.advance)
         self._watching: asyncio.Task[None] | None = None  # of the deadlines
 
     # -- start and stop ------------------------------------------------------------------------------------
@@ -187,21 +188,21 @@ class ReplicaSet:
     def _assign(self, sequences: Iterable[LiveSequence], replica: Replica) -> None:
         for sequence in sequences:
             self._live.assign(sequence, replica.index)
-            sequence.is_prompt = self._choice.passes_on(replica, sequence.request)
+            sequence.prefill_only = self._choice.passes_on(replica, sequence.request)
 
     # -- prompts that go on in another replica -------------------------------------------------------------
 
     def take_prompt(self, sequence: LiveSequence, output: TokenOutput) -> bool:
-        """Take the output with which a replica ends a sequence of which it only computed the prompt.
+        """Receive the last output of a replica that only computed a sequence's prompt.
 
-        Returns False if the sequence ends with it: it was aborted, or failed.
+        Returns False if the sequence ends with it because it was aborted or failed.
         """
         if self._handover is None or output.finish_reason not in SERVED:
             return False
         if sequence.aborted:
             self._events.answer_abort(sequence)
         else:
-            self._handover.take(sequence, output, self._replicas[sequence.replica])
+            self._handover.receive(sequence, output, self._replicas[sequence.replica])
         return True
 
     def _go_on(self, sequences: Sequence[LiveSequence], replica: Replica) -> None:
@@ -218,24 +219,24 @@ class ReplicaSet:
         for index, found in ids.items():
             self._replicas[index].link.send(Abort(found))
 
-    def settle(self) -> None:
+    def advance(self) -> None:
         """Go on with searches for culprits, and with computed prompts, after sequences have ended or given outputs."""
         if self._handover is not None:
-            self._handover.settle()
+            self._handover.advance()
         for replica in self._replicas:
             if replica.sender.is_watching:
                 was_isolating = replica.sender.is_isolating
-                replica.sender.settle()
+                replica.sender.advance()
                 if was_isolating and replica.is_usable:
                     self._give_held(replica)
 
     def pages_changed(self, replica: Replica, events: PageEvents) -> None:
-        """Note what changed in the prefix cache of a replica."""
+        """Record the changes of a replica's prefix cache."""
         if self._choice.router is not None:
             self._choice.router.update(replica.index, events)
 
     def stats_changed(self, replica: Replica, stats: EngineStats) -> None:
-        """Take the statistics of a replica, and what it has measured since it was ready."""
+        """Record the statistics of a replica, and its measurements since it was ready."""
         replica.stats = stats
         if replica.info is not None and (info := with_measured(replica.info, stats)) is not replica.info:
             replica.info = info
@@ -260,7 +261,7 @@ class ReplicaSet:
             self._info = joined_info(infos)
 
     def _restore(self, replica: Replica) -> None:
-        """Bring a new engine into the state that calls have made; it takes that in before the requests that follow."""
+        """Bring a new engine into the state that calls have made, before it gets requests."""
         if self._record.has_lost and any(each.is_usable for each in self._replicas):
             self._make_stale(replica, "its weights went with the engine before it")
             return
@@ -285,7 +286,7 @@ class ReplicaSet:
             )
 
     def _give_held(self, replica: Replica) -> None:
-        """Give a replica that is usable what others hold until they are started again."""
+        """Give a usable replica the sequences that others hold until they are started again."""
         for other in self._replicas:
             if other is not replica and not other.sender.is_up:
                 self._assign([each for each in other.sender.not_suspects() if not each.is_sent], replica)
@@ -330,7 +331,7 @@ class ReplicaSet:
             logger.warning("%d requests go on in engines %s", len(requests), ", ".join(map(str, sorted(targets))))
 
     def _leave_sleeping(self) -> None:
-        """Move requests from engines that sleep, if others are awake: not all have carried out a call."""
+        """Move requests from sleeping engines if others are awake, because only some carried out a call."""
         awake = usable(self._replicas)
         for replica in self._replicas:
             if awake and replica.asleep and replica not in awake:
@@ -342,7 +343,7 @@ class ReplicaSet:
                 self._move(leaving)
 
     def _ended(self, replica: Replica, error: EngineDeadError) -> None:
-        """Note that a replica will not be started again. Its suspects end, and the server with the last replica."""
+        """End the suspects of a replica that will not be started again. With the last replica the server ends."""
         replica.calls.fail(error)
         if all(each.is_dead for each in self._replicas) or self._info is None:
             self._events.fail_all(error)
@@ -369,7 +370,7 @@ class ReplicaSet:
     async def _call(self, method: str, args: dict[str, Any]) -> Any:
         outcome = await call_all(self._replicas, method, args)
         if outcome.done:
-            self._record.note(method, args, next(iter(outcome.done.values())))
+            self._record.record(method, args, next(iter(outcome.done.values())))
         while missed := outcome.missed:
             outcome = outcome.joined(await call_all(missed, method, args))
         if changes_weights(method) and len(self._replicas) > 1:

@@ -1,14 +1,14 @@
-"""One engine of a server: its link, its supervisor, the requests and calls that it was sent, and what it reports.
+"""The engines of one server as parts: one engine, the choice among several, and several engines as one.
 
-Which replica computes a request: of the replicas that can, the one that the router chooses among those of a role.
+    Replica         an engine: its link, its supervisor, the requests and calls that it was sent, and its reports
+    ReplicaChoice   chooses the replica that computes a request; the router chooses among the usable ones of a role
+    joined_...      properties, statistics, status and answers of several engines as one
 
-with roles (link.py)                                   computed by
-the prompt lacks few pages in the best decode engine    this decode engine
-the answer ends with the prompt                         a prefill engine
-all others                                              a prefill engine, then a decode engine (prompt_handover.py)
-no engine of one role serves                            an engine of the other role
-
-Several engines as one: their properties, statistics, status, and their answers to a call.
+With roles (link.py)                                   computed by
+the prompt lacks few pages in the best decode engine   this decode engine
+the answer ends with the prompt                        a prefill engine
+all others                                             a prefill engine, then a decode engine (prompt_handover.py)
+no engine of one role serves                           an engine of the other role
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxserve.types.step import DraftCounters
 
 
 class ReplicaState(NamedTuple):
-    """The state of one engine, for /health, /metrics and /server_info. info: None until it was ready once"""
+    """The state of one engine for /health, /metrics and /server_info. info: None until it was ready once"""
 
     engine: int
     status: EngineStatus
@@ -47,7 +47,7 @@ class ReplicaState(NamedTuple):
 
 
 class ReplicaEvents(NamedTuple):
-    """What is called when something happens to a replica. See Supervisor."""
+    """Callbacks of a replica. See Supervisor."""
 
     on_message: Callable[[Replica, FromEngine | RequestRefused], None]
     on_ready: Callable[[Replica, EngineInfo], None]
@@ -59,8 +59,9 @@ class ReplicaEvents(NamedTuple):
 class Replica:
     """The engine with this index.
 
-    role: whether it computes prompts, produces tokens, or both. is_stale: it lacks the weights of the others, so it
-    gets no requests. asleep: what is not on its devices, and PAUSED; it gets none while another one is awake
+    role: whether it computes prompts, produces tokens, or both
+    is_stale: it lacks the weights of the others, so it gets no requests
+    asleep: names of the parts that are not on its devices, and PAUSED; it gets no requests while another one is awake
     num_coming: sequences whose pages it reads, and which it will get
     """
 
@@ -104,7 +105,7 @@ class Replica:
         return self.sender.is_up and not (self.is_stale or self.sender.is_isolating or self.is_dead)
 
     def note_call(self, method: str, result: Any) -> None:
-        """Note what is on its devices, and whether it runs, after a call that it has carried out."""
+        """Record which parts are on its devices, and whether it runs, after a call that it has carried out."""
         if method in ("sleep", "wake"):
             self.asleep = self.asleep & {PAUSED} | frozenset(result)
         elif method == "pause":
@@ -122,7 +123,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """What /health, /server_info and the metrics show of this replica."""
+        """The state of this replica for /health, /server_info and the metrics."""
         supervisor = self.supervisor
         return ReplicaState(
             self.index,
@@ -137,7 +138,7 @@ class Replica:
 
 
 class ReplicaChoice:
-    """Chooses the replica of each request. router: None until the page size is known, and if there is one replica"""
+    """Chooses the replica of each request. router: None until the page size is known, or if there is one replica"""
 
     def __init__(self, replicas: Sequence[Replica], roles: Roles) -> None:
         self._replicas = replicas
@@ -145,9 +146,10 @@ class ReplicaChoice:
         self.router: Router | None = None
 
     def of_request(self, request: EngineRequest, prompt: bytes, *, at_first: bool = True) -> Replica:
-        """Return the replica that a request goes to. prompt: token ids, int32, little-endian
+        """Return the replica for a request.
 
-        at_first: it was in no replica yet, so the one that it names is used
+        prompt: token ids, int32, little-endian. at_first: it was in no replica yet, so the replica that it names is
+        used
         """
         if len(self._replicas) == 1:
             return self._replicas[0]
@@ -198,13 +200,13 @@ def prompt_bytes(request: EngineRequest) -> bytes:
 
 
 def usable(replicas: Sequence[Replica]) -> list[Replica]:
-    """Return those of the replicas that are usable: those that are awake, and if all sleep, all of them."""
+    """Return the usable replicas that are awake; all usable ones if none is awake."""
     found = [replica for replica in replicas if replica.is_usable]
     return [replica for replica in found if not replica.asleep] or found
 
 
 def _candidates(replicas: Sequence[Replica]) -> Sequence[Replica]:
-    """Return those of the replicas that may get a request, of the best kind that there is."""
+    """Return the replicas that may get a request, of the best kind that there is."""
     living = [replica for replica in replicas if not replica.is_dead]
     found = usable(living)
     kinds = (
@@ -223,7 +225,7 @@ _LARGEST = ("paused", "asleep", "weight_updates", "new_token_ratio")  # of `deta
 
 
 def joined_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Return the properties of all engines together: what they hold is added up."""
+    """Return the properties of all engines together. Their capacities are added up."""
     first = infos[0]
     if len(infos) == 1:
         return first
@@ -269,8 +271,8 @@ def _joined_drafts(drafts: Sequence[DraftCounters]) -> DraftCounters | None:
 def joined_status(statuses: Sequence[EngineStatus], *, started: bool) -> EngineStatus:
     """Return the status of the server.
 
-    started: every engine was ready once. Until then it is loading, and an engine that cannot start ends it. Afterwards
-    the server is ready while one engine is.
+    started: every engine was ready once. Until then the server is loading, and an engine that cannot start ends it.
+    Afterwards it is ready while one engine is.
     """
     if len(statuses) == 1:
         return statuses[0]

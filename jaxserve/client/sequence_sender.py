@@ -1,15 +1,14 @@
 """Sends live sequences to the engine, and again after it crashed (replay).
 
-After a crash some are held back, until the request that kills the engine is found. Any request that was in work when
-the engine process died may have killed it. These requests are tried again in groups, each in isolation. A group that
-gave its outputs is taken back, and nothing else runs until all groups have been tried. One bad request among n is found
-after 1 + log16(n) crashes. It ends with an error; all others continue.
+Any request that was in work when the engine process died may have killed it. These requests are held back and tried
+again in groups, each in isolation, until the culprit is found. A group that gave its outputs is taken back, and nothing
+else runs until all groups have been tried. One bad request among n is found after 1 + log16(n) crashes. It ends with an
+error; all others continue.
 
     held -- may run --> sent -- the engine crashed, or its group passed and other groups are tried --> held
 
-Finds the request that kills the engine process, like FaultIsolator.
-
-A failure costs a restart, which takes 20 s and more on a GPU.
+The `ProcessFaultIsolator` finds the culprit like FaultIsolator, but a failure costs a restart, which takes 20 s and
+more on a GPU:
 
 a group of one unit fails       it is accused and not tried again until another group passes; then it is to blame
 all suspects are accused        another request is tried as a witness; if there is none, all are to blame
@@ -54,9 +53,9 @@ class ProcessFaultIsolator(FaultIsolator):
         return LiveSequence.unit_of(name)
 
     def died(self, rows: list[str], witness: Sequence[str]) -> list[str]:
-        """Note that the process died with these in work. Returns the units to blame if known. Raises DeviceFaultError.
+        """Record that the process died with these in work. Return the units to blame if known.
 
-        witness: a request that is not a suspect, if there is one
+        witness: a request that is not a suspect, if there is one. Raises DeviceFaultError.
         """
         unit = self.failed(rows)
         if unit is not None:
@@ -106,15 +105,15 @@ HOLD_SECONDS = 30.0  # a prefill engine keeps the pages of a prompt so long; the
 
 
 class SequenceSender:
-    """Each sequence of `live`, those of one engine, is either sent (to the engine if it is up) or held.
+    """Sends the sequences `live` of one engine. Each is either sent or held.
 
     send       sends a message to the engine
     end        ends a sequence with an error
     on_served  called if the engine works and only a request caused its crashes
 
     is_up: whether the engine is ready. is_isolating: whether a search for the culprit is going on
-    is_watching: `take` and `settle` must be called for each message of outputs; False almost always
-    only: keys of the sequences that may run, see `has_come`; None: all may
+    is_watching: `receive` and `advance` must be called for each message of outputs; False almost always
+    allowed_keys: keys of the sequences that may run, see `came_before`; None: all
     """
 
     def __init__(
@@ -132,36 +131,35 @@ class SequenceSender:
         self._leaving: set[str] = set()  # engine ids that were aborted to take them back, and have not ended there
         self._isolator = ProcessFaultIsolator()
         self.is_isolating = False
-        self.only: frozenset[str] | None = None
+        self.allowed_keys: frozenset[str] | None = None
         self._has_blamed = False  # a request was blamed, and no group has passed since to show that the engine works
         self.is_watching = False
 
     def send(self, sequences: Sequence[LiveSequence], message: Add | None = None) -> None:
-        """Send the sequences of one request, unless no engine is up or the search for a request that kills it holds
-        them back. `ready` and `settle` send those that are held.
+        """Send the sequences of one request, or hold them if no engine is up or a search for a culprit is going on.
 
-        message: the request as an Add; None: it is built here
+        `ready` and `advance` send held sequences. message: the request as an Add; None: build it here
         """
         if all(map(self._may_run, sequences)):
-            if sequences[0].is_prompt:
+            if sequences[0].prefill_only:
                 message = Add.of(*map(_prompt_of, sequences))
             self._send(message or Add.of(*map(_resumed, sequences)))
             for sequence in sequences:
                 sequence.is_sent = True
 
     def _may_run(self, sequence: LiveSequence) -> bool:
-        if self.only is not None and not has_come(sequence, self.only):
+        if self.allowed_keys is not None and not came_before(sequence, self.allowed_keys):
             return False
         quarantined = self._isolator.quarantined
         return self.is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)
 
     def ready(self) -> None:
-        """Note that an engine is ready, and send what may run."""
+        """Record that an engine is ready, and send the sequences that may run."""
         self.is_up = True
         self.send_held()
 
     def send_held(self) -> None:
-        """Send what may run and is not sent."""
+        """Send the held sequences that may run."""
         held = (sequence for sequence in self._live if not sequence.is_sent and self._may_run(sequence))
         requests: dict[tuple[str, int], list[LiveSequence]] = {}
         for sequence in sorted(held, key=lambda each: each.accepted_at):
@@ -169,8 +167,8 @@ class SequenceSender:
         for sequences in requests.values():
             self.send(sequences)
 
-    def take(self, outputs: Sequence[TokenOutput]) -> None:
-        """Note outputs before they are delivered."""
+    def receive(self, outputs: Sequence[TokenOutput]) -> None:
+        """Record outputs before they are delivered."""
         if self._has_blamed and any(output.finish_reason in SERVED for output in outputs):
             self._has_blamed, self.is_watching = False, self.is_isolating
             self._on_served()
@@ -191,7 +189,7 @@ class SequenceSender:
         for unit in to_blame:
             self._blame(unit)
 
-    def settle(self) -> None:
+    def advance(self) -> None:
         """Continue the search after sequences gave outputs or ended: hold and send accordingly."""
         if not self.is_isolating:
             return
@@ -220,10 +218,10 @@ class SequenceSender:
             self._live.renew_id(sequence)
 
     def died(self, in_work: Iterable[str], *, elsewhere: bool = False) -> Death:
-        """Note that the engine died while it worked on these engine ids. Returns what that tells about the cause.
+        """Record that the engine died while it worked on these engine ids. Return how the death counts.
 
-        elsewhere: another engine can go on with them. Then only those are suspects that were in work at an earlier
-        death too; the others are `not_suspects`.
+        elsewhere: another engine can go on with them. Then only sequences that were in work at an earlier death too are
+        suspects; the others are `not_suspects`.
         """
         self.is_up = False
         self._leaving.clear()
@@ -241,7 +239,7 @@ class SequenceSender:
         return self._judge(keys) if keys else "counted"
 
     def not_suspects(self) -> list[LiveSequence]:
-        """Return the sequences that need not stay here until the search is over: no choice of theirs is a suspect."""
+        """Return the sequences of requests without a suspect, which need not stay here until the search is over."""
         kept = {each.unit for each in self._live if self._isolator.is_suspect(each.key)}
         return [each for each in self._live if each.unit not in kept]
 
@@ -252,7 +250,8 @@ class SequenceSender:
         try:
             culprit = self._isolator.died(keys, self._witness())
         except DeviceFaultError:
-            self._isolator, culprit = ProcessFaultIsolator(), []
+            self._isolator = ProcessFaultIsolator()
+            culprit = []
         for unit in culprit:
             self._blame(unit)
         if culprit:
@@ -278,8 +277,8 @@ class SequenceSender:
             logger.error("request %s ends: the engine dies whenever it computes it, and not with others", client_id)
 
 
-def has_come(sequence: LiveSequence, keys: frozenset[str]) -> bool:
-    """Return whether a sequence is one of these, or goes on with a request that an engine had before."""
+def came_before(sequence: LiveSequence, keys: frozenset[str]) -> bool:
+    """Return whether a sequence has one of these keys, or goes on with a request that an engine had before."""
     return sequence.key in keys or sequence.is_answered or sequence.request.follows
 
 

@@ -1,14 +1,13 @@
 """The accepted sequences that have not ended, by engine id and by the client's id.
 
 An engine id is made here and used once. Many requests may have the same client id at the same time; it is only used
-to find what to abort.
+to find the requests to abort.
 
-Ends requests whose deadline passes while no engine has them.
+`HeldDeadlines` ends requests whose deadline passes while no engine has them: they wait until an engine is started
+again, are held back in a search for a culprit, or have their pages on the way to another engine. An engine ends its own
+requests.
 
-An engine ends its own. It has none of those that wait until it is started again, that are held back while a culprit is
-looked for, or whose pages are on their way to another engine.
-
-The queue between the engine's outputs of one request and the reader of its stream.
+An `OutputQueue` is between the engine's outputs of one request and the reader of its stream.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NOWHERE = -1  # the replica of a sequence for which none is chosen yet, or whose
 
 
 class SequenceState(Protocol):
-    """What one sequence has brought so far. SequenceText, or only the tokens if another process makes the text."""
+    """The output of one sequence so far: a SequenceText, or only the tokens if another process makes the text."""
 
     index: int
     output_token_ids: list[int]
@@ -45,7 +44,7 @@ class SequenceState(Protocol):
 
 
 class OutputSink(Protocol):
-    """Takes the outputs of a sequence: what `SequenceState.push` returned, or the error that ends it."""
+    """Receives the outputs of a sequence: each result of `SequenceState.push`, or the error that ends it."""
 
     def put(self, item: Any) -> None: ...
 
@@ -65,8 +64,8 @@ class LiveSequence:
     waiting: bool = True  # not admitted by the engine; False for a preempted one
     was_admitted: bool = False  # by an engine that died, and not yet by its successor
     replica: int = NOWHERE  # the engine that has it, or will get it
-    is_prompt: bool = False  # its replica only computes the prompt, see prompt_handover.py
-    prefilled: Prefilled | None = None  # what the replica that did so reported
+    prefill_only: bool = False  # its replica only computes the prompt, see prompt_handover.py
+    prefilled: Prefilled | None = None  # values reported by the replica that only computed the prompt
     num_deaths: int = 0  # engines that died while they worked on it
     suspected: int = 0  # outputs that it must give until the last of these deaths is not held against it
     aborted: bool = False  # if the engine dies before it answers the abort, the sequence is not sent again
@@ -85,7 +84,7 @@ class LiveSequence:
 
     @property
     def message_key(self) -> tuple[str, int]:
-        """What the sequences of one Add have in common: the unit and the list of prompt tokens.
+        """The common key of the sequences of one Add: the unit and the id of the list of prompt tokens.
 
         A worker sends a choice anew when its thinking ends, with a list of its own.
         """
@@ -101,7 +100,7 @@ class LiveSequence:
 
 
 class SequenceTable:
-    """All live sequences of one AsyncEngine. prefix: of its engine ids"""
+    """All live sequences of one AsyncEngine. prefix: prefix of its engine ids"""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
@@ -109,7 +108,7 @@ class SequenceTable:
         self._sequences: dict[str, LiveSequence] = {}
         self.get = self._sequences.get  # engine id -> sequence or None; every output calls it, so it has no frame
         self._of_client: dict[str, dict[str, LiveSequence]] = {}  # client id -> engine id -> sequence
-        self.num_of: Counter[int] = Counter()  # replica -> its sequences
+        self.num_of: Counter[int] = Counter()  # replica -> number of its sequences
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -231,7 +230,7 @@ class HeldDeadlines:
 MAX_AT_ONCE = 32  # outputs read in a row; with 20 log-probabilities each takes 0.1 ms to write
 
 
-class Outbox:
+class OutputQueue:
     """A queue of outputs for one reader. Every token passes here; asyncio.Queue takes 1.5 us longer per item."""
 
     __slots__ = ("__weakref__", "_at_once", "_items", "_waiter")
@@ -247,8 +246,9 @@ class Outbox:
             self._waiter.set_result(None)
 
     def held_bytes(self) -> int:
-        """Estimate the memory of the unread outputs, in bytes. Uses the size of the last one, because thousands may
-        wait.
+        """Return an estimate of the memory of the unread outputs in bytes.
+
+        It uses the size of the last one, because thousands may wait.
         """
         last = self._items[-1] if self._items else None
         return len(self._items) * last.held_bytes() if isinstance(last, RequestOutput) else 0

@@ -1,7 +1,8 @@
 """Supervises one engine behind a link: start, heartbeat, watchdog, restart with backoff, end.
 
-Owns the status that operators and /health see. Knows no requests. Callbacks report when the engine is ready (the owner
-then sends live requests again, see sequence_sender.py), when it died, and when no other engine will be started.
+The `Supervisor` owns the status that operators and /health see. It knows no requests. Callbacks report when the engine
+is ready (the owner then sends live requests again, see sequence_sender.py), when it died, and when no other engine will
+be started.
 
     loading -> ready -> restarting -> ready ...
        |          the process died, or one iteration of its loop exceeded the watchdog's limit
@@ -9,11 +10,10 @@ then sends live requests again, see sequence_sender.py), when it died, and when 
 
 While the server drains, the status is `draining` unless it is `dead`. The engine is still restarted.
 
-Measures how long an engine has made no progress, counting only time in which this process was running itself.
-
-The counters are in shared memory, so no event loop is needed to receive them. If more than MAX_GAP passed between
-two looks, this process was blocked or all processes were stopped. That time does not count, because a healthy engine
-might not have run either.
+The `Watchdog` measures how long an engine has made no progress, counting only time in which this process was running
+itself. The counters are in shared memory, so no event loop is needed to receive them. If more than MAX_GAP passed
+between two looks, this process was blocked or all processes were stopped. That time does not count, because a healthy
+engine might not have run either.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class Restarts:
         self.in_a_row = 0
 
     def next_delay(self, death: Death, served: float) -> float | None:
-        """Return the seconds until the restart after a crash; None: give up. served: seconds for which the engine was
-        ready.
+        """Return the seconds until the restart after a crash; None: give up.
+
+        served: seconds for which the engine was ready
         """
         if death == "solved" or served > STABLE_AFTER:
             self.in_a_row = 0
@@ -166,14 +167,15 @@ class Supervisor:
         self._show(EngineStatus("dead", "stopped"))
 
     def forget_restarts(self) -> None:
-        """Note that the engine serves requests: the next crash counts as the first in a row."""
+        """Count the next crash as the first in a row, because the engine serves requests."""
         self._row.in_a_row = 0
 
     def _show(self, status: EngineStatus) -> None:
         if self._is_draining and status.phase != "dead":
             status = replace(status, phase="draining")
         self.status = status
-        changed, self.changed = self.changed, asyncio.Event()
+        changed = self.changed
+        self.changed = asyncio.Event()
         changed.set()
 
     async def _run(self) -> None:

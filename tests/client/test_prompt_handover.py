@@ -11,7 +11,7 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import check_roles
 from jaxserve.client.prompt_handover import MAX_FILES
 from jaxserve.client.relay import RelayedTokens
-from jaxserve.client.sequences import LiveSequence, Outbox
+from jaxserve.client.sequences import LiveSequence, OutputQueue
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.text.detokenizer import RequestOutput
@@ -131,7 +131,7 @@ def test_choices_that_a_worker_sends_one_by_one_go_on_too() -> None:
     """As when the thinking of each ends: they are of one request, and each has a message of its own."""
 
     async def test(engine: AsyncEngine, prefill: ReplicaLink, decode: ReplicaLink) -> None:
-        names, outbox = iter(["w1-1", "w1-2"]), Outbox()
+        names, outbox = iter(["w1-1", "w1-2"]), OutputQueue()
         request = EngineRequest(request_id="", prompt_token_ids=PROMPT, params=SamplingParams(max_tokens=9, n=2))
         for index, own in enumerate(siblings(request, lambda: next(names), 7)):
             message = decode_from_worker(encode(Add.of(own)))

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.client import relay as relay_module
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.relay import Relay, RelayLink, Relays, WorkerEngine
+from jaxserve.client.relay import RelayLink, WorkerBridge, WorkerBridges, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import EngineDeadError, InvalidValueError, NotReadyError, QueueFullError
@@ -51,9 +51,9 @@ class Setting:
 
     link: ThreadLink
     engine: AsyncEngine
-    relays: Relays
+    relays: WorkerBridges
     workers: list[WorkerEngine] = field(default_factory=list)
-    ends: list[Relay] = field(default_factory=list)
+    ends: list[WorkerBridge] = field(default_factory=list)
 
     async def add_worker(self) -> WorkerEngine:
         here, there = socket.socketpair()
@@ -71,7 +71,7 @@ async def setting(num_workers: int = 2, config: Config | None = None) -> AsyncIt
     config = config or Config()
     links = [ThreadLink(config, build) for _ in range(config.mesh.replicas)]
     engine = AsyncEngine(config, links)
-    here = Setting(links[0], engine, Relays(engine))
+    here = Setting(links[0], engine, WorkerBridges(engine))
     announcing = asyncio.create_task(here.relays.run())
     for _ in range(num_workers):
         await here.add_worker()
@@ -289,7 +289,7 @@ def test_outputs_of_one_step_that_are_too_large_together_come_apart(monkeypatch:
     async def run() -> None:
         here, there = socket.socketpair()
         engine = Mock()  # knows no sequence
-        relay = Relay(engine)
+        relay = WorkerBridge(engine)
         await relay.connect(here)
         worker = FrameStream(lambda body: found.append(decode_to_worker(body)), lambda: ends.append(True))
         await asyncio.get_running_loop().create_connection(lambda: worker, sock=there)

@@ -146,11 +146,11 @@ def test_an_engine_that_alone_is_paused_gives_its_requests_to_the_others() -> No
 
 def test_a_new_engine_keeps_the_weights_of_an_update_that_ended_a_sleep() -> None:
     record = ControlRecord()
-    record.note("sleep", {"level": 2}, ["kv_cache", "weights"])
-    record.note("update_from_directory", record.begun_update({"path": "x"}), "1")
+    record.record("sleep", {"level": 2}, ["kv_cache", "weights"])
+    record.record("update_from_directory", record.begun_update({"path": "x"}), "1")
     update = ("update_from_directory", {"path": "x", "version": "1", "number": 1})
     assert record.calls() == [update, ("sleep", {"level": 2, "tags": ["kv_cache"], "mode": "retract"})]
-    record.note("wake", {}, [])
+    record.record("wake", {}, [])
     assert record.calls() == [update]
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from jaxserve.client.sequence_sender import ProcessFaultIsolator, SequenceSender
-from jaxserve.client.sequences import LiveSequence, Outbox, SequenceTable
+from jaxserve.client.sequences import LiveSequence, OutputQueue, SequenceTable
 from jaxserve.client.supervisor import Restarts
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.types.messages import Abort, Add, ToEngine
@@ -137,7 +137,7 @@ class World:
         sequences = []
         for index, request in enumerate(requests):
             text = cast("Any", SimpleNamespace(index=index, output_token_ids=[]))
-            sequences.append(LiveSequence(request, text, Outbox()))
+            sequences.append(LiveSequence(request, text, OutputQueue()))
             self.live.add(sequences[-1])
             self.tokens[client_id, index] = text.output_token_ids
         self.sender.send(sequences, Add.of(*requests))
@@ -147,7 +147,7 @@ class World:
         for sequence in gone:
             self.live.remove(sequence)
         self._to_engine(Abort([sequence.engine_id for sequence in gone]))
-        self.sender.settle()
+        self.sender.advance()
 
     def turn(self) -> None:
         outputs = self.engine.step()
@@ -160,7 +160,7 @@ class World:
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
         self.live.admit(output.request_id for output in outputs)
-        self.sender.take(outputs)
+        self.sender.receive(outputs)
         for output in outputs:
             sequence = self.live.get(output.request_id)
             if sequence is None:
@@ -170,7 +170,7 @@ class World:
             if output.finish_reason is not None:
                 self.live.remove(sequence)
                 self.reasons[sequence.request.client_id, sequence.text.index] = output.finish_reason
-        self.sender.settle()
+        self.sender.advance()
 
     def _die(self) -> None:
         self.deaths += 1

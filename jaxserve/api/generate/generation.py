@@ -20,7 +20,7 @@ from jaxserve.api.generate.task import RequestOptions
 from jaxserve.api.keys import DEFAULT_CALLER, Caller, KeyUsage
 from jaxserve.api.state import ServerState
 from jaxserve.client.async_engine import AbortSignal
-from jaxserve.client.sequences import Outbox
+from jaxserve.client.sequences import OutputQueue
 from jaxserve.errors import ConflictError, HTTPError, InvalidValueError
 from jaxserve.log import current_record
 from jaxserve.text.detokenizer import RequestOutput
@@ -104,7 +104,7 @@ class Generation:
         self._check_size()
         self.usage.prompt_tokens = sum(len(each.prompt_token_ids) for each in self.prompts)
         self._cached = [0] * len(self.prompts)
-        self._outboxes: WeakSet[Outbox] = WeakSet()
+        self._outboxes: WeakSet[OutputQueue] = WeakSet()
         self._key = self.state.key_usages.of(self.caller.owner)
         self._is_begun = False  # a prompt of this request was sent to the engine
         self._is_answered = False  # the engine has answered a prompt of this request
@@ -218,7 +218,7 @@ class Generation:
         def generate(prompt_token_ids: list[int], params: SamplingParams) -> Stream:
             """Send one request to the engine and return its stream. Later calls are further steps of the prompt."""
             nonlocal is_step
-            outbox = Outbox()
+            outbox = OutputQueue()
             self._outboxes.add(outbox)
             stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
                 prompt_token_ids,
