@@ -1,4 +1,4 @@
-"""The command line: `jaxserve COMMAND`. One file per command; main.py lists them."""
+"""The command line: `jaxserve COMMAND`. Each command has a file; main.py lists them."""
 
 from jaxserve.cli.main import main
 

@@ -1,10 +1,8 @@
 """`jaxserve batch run|submit|status|cancel`: run a batch file in this process, or at a server.
 
-Files and batches of a server, for `jaxserve batch submit|status|cancel`.
-
-Run a batch file without a server: the engine, the routes and the batch runner in one process, without a socket.
-
-The store is a directory beside the output and is removed at the end, so that the same call resumes after a crash.
+`run` has the engine, the routes and the batch runner in this process, without a socket. It keeps its state in a
+directory beside the output until the end, so that the same call resumes after a crash. The other commands send the file
+to a server, show the progress of a batch there, and cancel it.
 """
 
 from __future__ import annotations
@@ -49,19 +47,19 @@ from jaxserve.store.directory import FILES, remove
 from jaxserve.store.jsonl import read_lines
 
 RETRY_INTERVAL = 2.0  # seconds between two attempts to reach a server that was reached before
-RETRY_SECONDS = 600.0  # a start with a cold cache takes minutes
-_AWAY = (502, 503, 504)  # statuses of a server, or of the proxy before it, that is started again
+RETRY_SECONDS = 600.0  # seconds of attempts; a server's start with an empty cache takes minutes
+_AWAY = (502, 503, 504)  # statuses of a server that restarts, or of the proxy in front of it
 _BATCH = ("id", "status", "request_counts", "errors", "usage", "output_file_id", "error_file_id", "metadata")
 
 T = TypeVar("T")
 
 
 class NotReachedError(ConfigError):
-    """The server is not reached, or not ready. It may be later."""
+    """The server cannot be reached or is not ready now. It may be later."""
 
 
 class BatchServer:
-    """Client of a server's files and batches. Raises ConfigError with the server's message.
+    """A client of a server's files and batches. Its methods raise ConfigError with the server's message.
 
     options: base_url and api_key of the command
     """
@@ -152,8 +150,12 @@ def _message(answer: httpx2.Response) -> str:
 
 
 def until_reached(call: Callable[[], T], note: Callable[[str], None], batch_id: str) -> T:
-    """Return what `call` returns. If the server is not reached, try again for RETRY_SECONDS. Raises ConfigError."""
-    end, told = time.monotonic() + RETRY_SECONDS, False
+    """Return the result of `call`. While the server cannot be reached, try again for RETRY_SECONDS.
+
+    Raises ConfigError.
+    """
+    end = time.monotonic() + RETRY_SECONDS
+    told = False
     while True:
         try:
             found = call()
@@ -171,14 +173,14 @@ def until_reached(call: Callable[[], T], note: Callable[[str], None], batch_id: 
             return found
 
 
-UNLIMITED_SECONDS = 100 * 365 * 24 * 3600  # completion window
-UNLIMITED_REQUESTS = 10**9  # only a digest of each id is kept in memory
+UNLIMITED_SECONDS = 100 * 365 * 24 * 3600  # seconds of the completion window
+UNLIMITED_REQUESTS = 10**9  # requests of a file; only a digest of each id is kept in memory
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineBatch:
-    """The files of a run. `errors` gets the requests that failed. A file without a line is not created."""
+    """The files of a run. `errors` gets the failed requests. A file without a line is not created."""
 
     input: Path
     output: Path
@@ -190,8 +192,9 @@ class OfflineBatch:
         return self.output.with_name(self.output.name + ".jaxserve")
 
     def check(self) -> None:
-        """Raise ConfigError if the input or a directory is missing, if both outputs are one file, or if one exists
-        that the run did not begin.
+        """Raise ConfigError if the files cannot be used.
+
+        The input or a directory is missing, both outputs are one file, or an output exists that this run did not begin.
         """
         if not self.input.is_file():
             raise ConfigError(f"there is no file {self.input}", fix="name the input before the flags of launch")
@@ -208,7 +211,7 @@ class OfflineBatch:
 
 
 def validate(batch: OfflineBatch, max_line_bytes: int) -> tuple[str, Validation]:
-    """Return the endpoint of the first request, and the errors of the file. The model's name is not checked."""
+    """Return the endpoint of the first request, and the errors in the file. The model's name is not checked."""
     endpoint = _endpoint(batch.input, max_line_bytes)
     return endpoint, Validator(endpoint, lambda name: True, max_line_bytes, UNLIMITED_REQUESTS).run(batch.input)
 
@@ -259,7 +262,7 @@ def _runner(store: Store, engine: EngineProtocol, config: Config) -> BatchRunner
         max_line_bytes=max_line_bytes(config.server),
         max_lines=UNLIMITED_REQUESTS,
     )
-    # A quarter more than the engine runs, so that the next request is queued when a slot becomes free.
+    # A quarter more requests than the engine runs, so that the next one is queued when a slot becomes free.
     num_in_flight = engine.info.max_num_seqs * 5 // 4
     return BatchRunner(
         store, route_handlers(create_app(engine, config), BATCH_ENDPOINTS), settings, lambda lines: num_in_flight
@@ -267,7 +270,7 @@ def _runner(store: Store, engine: EngineProtocol, config: Config) -> BatchRunner
 
 
 async def _ensure(batch: OfflineBatch, endpoint: str, runner: BatchRunner) -> str:
-    """Return the id of the batch in the store; create it if there is none.
+    """Return the id of the batch in the store. Create the batch if there is none.
 
     Raises ConfigError if the store holds a batch of another input.
     """
@@ -297,7 +300,7 @@ def _deliver(batch: OfflineBatch, record: BatchRecord) -> None:
     for file_id, target in ((record.output_file_id, batch.output), (record.error_file_id, batch.errors)):
         if file_id is None:
             continue
-        # Beside the target, which may be on another file system. The name is always the same, for the next call.
+        # Beside the target, which may be on another file system. The name is the same in the next call.
         temporary = target.with_name(f"{target.name}.jaxserve-part")
         try:
             shutil.copyfile(batch.directory / FILES / file_id, temporary)
@@ -318,7 +321,7 @@ def run(words: Sequence[str]) -> int:
     """Run the command `batch`. Raises ConfigError for an unknown argument."""
     options, rest = _parser().parse_known_args(words)
     if (output := getattr(options, "output", None)) is not None:
-        _check_output(output)  # now, not once a batch has run
+        _check_output(output)  # before a batch runs, not after it
     if rest and options.run is not _run:
         raise ConfigError(f"unknown argument {rest[0]}", fix="see jaxserve batch --help")
     return options.run(options, rest)
@@ -438,7 +441,7 @@ async def _start(engine: AsyncEngine) -> None:
                     progress.show(change.result())
                 change.cancel()
     finally:
-        starting.cancel()  # Ctrl-C: nobody would read its error
+        starting.cancel()  # after Ctrl-C nothing would read its error
     await starting
 
 
@@ -456,7 +459,7 @@ def _show_errors(errors: Sequence[Mapping[str, Any]], file: TextIO) -> None:
 
 
 class _Bar:
-    """A progress bar of finished requests. Prints nothing if stderr is no terminal."""
+    """A progress bar of finished requests. It prints nothing if stderr is not a terminal."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -521,7 +524,7 @@ def _cancel(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _follow(server: BatchServer, batch: dict[str, Any], options: argparse.Namespace) -> int:
-    """Show a batch until its end, then download its files. Returns 0 if every request succeeded, else 1."""
+    """Show a batch until its end, then download its files. Return 0 if every request succeeded, else 1."""
     shown_pause = ""
     with _Bar() as bar:
         while not BatchStatus(batch["status"]).terminal:
@@ -547,12 +550,13 @@ def _note(text: str) -> None:
 
 
 def _errors(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the errors of a batch; of one that has not ended, the reasons why it is paused."""
+    """Return the errors of a batch. If it has not ended, they are the reasons why it is paused."""
     return (batch["errors"] or {"data": []})["data"]
 
 
 def _show(batch: dict[str, Any]) -> None:
-    counts, usage = batch["request_counts"], batch["usage"]
+    counts = batch["request_counts"]
+    usage = batch["usage"]
     rows = {
         "batch": batch["id"],
         "status": batch["status"],

@@ -35,7 +35,7 @@ from jaxserve.cli.options import api_key, at_least, load_config, positive, share
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import ConfigError
 
-# flag -> its default, and the workloads that it is for
+# flag -> (its default, the workloads that read it)
 _WORKLOAD_FLAGS = {
     "dataset": (None, ("dataset",)),
     "input_len": (128, ("random",)),
@@ -145,7 +145,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _fill_defaults(options: argparse.Namespace, kind: str) -> None:
-    """Set the flags that are not given. Raises ConfigError for one that the workload `kind` does not read."""
+    """Set the flags that are not given. Raises ConfigError for a flag that the workload `kind` does not read."""
     for name, (default, kinds) in _WORKLOAD_FLAGS.items():
         if getattr(options, name, None) is None:
             setattr(options, name, default)
@@ -155,7 +155,7 @@ def _fill_defaults(options: argparse.Namespace, kind: str) -> None:
 
 
 def _check_file(path: Path | None, flag: str) -> None:
-    """Raise ConfigError now, not after the measurement, if a file cannot be written."""
+    """Raise ConfigError before the measurement if a file cannot be written."""
     if path is not None and (not path.parent.is_dir() or path.is_dir()):
         raise ConfigError(f"{flag}: no file can be written at {path}", fix="name a file in a directory that exists")
 

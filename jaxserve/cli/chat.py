@@ -1,11 +1,7 @@
 """`jaxserve chat [MODEL]`: talk to a model in the terminal, at a running server (--url) or at one that it starts.
 
-In a pipe the input is one question: `echo question | jaxserve chat`. In a terminal, Ctrl-C stops the answer, Ctrl-D
-ends the program, and /help lists the commands.
-
-A conversation with a server over /v1/chat/completions: its messages, its settings, and how it is kept in a file.
-
-The shell of `jaxserve chat`: reads questions and commands, shows the streamed answers as markdown.
+In a pipe the input is one question: `echo question | jaxserve chat`. In a terminal, answers are shown as markdown,
+Ctrl-C stops the answer, Ctrl-D ends the program, and /help lists the commands, which can save a conversation to a file.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ShownPart:
-    """A piece of a streamed answer. thinking: it is reasoning. kind "end": text says why the answer ended."""
+    """A piece of a streamed answer. The text of the kind "end" says why the answer ended."""
 
     kind: str  # text, thinking, tool or end
     text: str
@@ -48,9 +44,9 @@ class ShownPart:
 
 @dataclass
 class Conversation:
-    """Sends questions with the messages before them.
+    """A conversation with a server over /v1/chat/completions.
 
-    settings: fields of the request beside model and messages, for example temperature.
+    settings: fields of the request beside model and messages, for example temperature
     """
 
     http: httpx2.Client
@@ -60,9 +56,9 @@ class Conversation:
     settings: Json = field(default_factory=dict)
 
     def ask(self, question: str) -> Generator[ShownPart, None, None]:
-        """Add a question, stream the answer and add it too, also if the reader closes the iterator early.
+        """Add a question, stream the answer and add it too, even if the reader closes the iterator early.
 
-        Raises ConfigError with the server's own message if it refuses the request; the question is then removed.
+        If the server refuses the request, the question is removed. Raises ConfigError with the server's message.
         """
         self.messages.append({"role": "user", "content": question})
         answer = ""
@@ -92,7 +88,7 @@ class Conversation:
                             yield part
         except httpx2.HTTPError as error:
             raise ConfigError(f"the server ended the connection: {error}", fix="ask again") from None
-        except ValueError as error:  # NaN or half a character in the conversation, or an event of another form
+        except ValueError as error:  # the conversation has NaN or half a character, or an event has another form
             raise ConfigError(f"the request or the answer is not JSON: {error}") from None
         if not ended:
             raise ConfigError("the server ended the stream before the answer was whole", fix="ask again")
@@ -107,7 +103,7 @@ class Conversation:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
     def load(self, path: Path) -> None:
-        """Replace the conversation by one that `save` wrote. Raises ConfigError and changes nothing if it is none."""
+        """Replace the conversation by one that `save` wrote. Raises ConfigError for another file, changing nothing."""
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -158,8 +154,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def answer(talk: Conversation, question: str, console: Console, *, markdown: bool = True) -> str:
-    """Ask, show the answer while it comes, and return why it ended. Raises ConfigError."""
-    stream, reason = talk.ask(question), ""
+    """Ask, show the answer as it arrives, and return the reason for its end. Raises ConfigError."""
+    stream = talk.ask(question)
+    reason = ""
     with contextlib.closing(stream), contextlib.closing(_Page(console, markdown=markdown)) as page:
         for part in stream:
             if part.kind == "end":
@@ -176,10 +173,11 @@ def answer(talk: Conversation, question: str, console: Console, *, markdown: boo
 
 
 class _Page:
-    """Text of an answer: whole blocks as markdown above, the open one live below."""
+    """The text of an answer in a terminal: complete blocks as markdown above, the open block live below."""
 
     def __init__(self, console: Console, *, markdown: bool) -> None:
-        self._console, self._markdown = console, markdown
+        self._console = console
+        self._markdown = markdown
         self._open = ""
         self._last = "\n"
         self._live = Live(console=console, transient=True, refresh_per_second=12)
@@ -202,7 +200,7 @@ class _Page:
         self._live.update(_rendered(self._open))
 
     def note(self, text: str, end: str = "\n") -> None:
-        """Show thinking, tool calls and remarks dimmed. Not in a pipe, which gets the answer alone."""
+        """Show reasoning, tool calls and remarks dimmed. A pipe gets only the answer."""
         if self._markdown:
             self._finish()
             self._console.print(Text(_clean(text), style="dim"), end=end)
@@ -223,7 +221,7 @@ class _Page:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """Split a text into the blocks that are whole and the last one, which may go on. A fence is one block."""
+    """Split a text into its complete blocks and the last block, which may go on. A code fence is one block."""
     cut = at = 0
     fenced = False
     for line in text.splitlines(keepends=True):
@@ -243,10 +241,11 @@ def _clean(text: str) -> str:
 
 
 class ChatShell:
-    """Runs until Ctrl-D or /exit."""
+    """Read questions and commands, and show the answers, until Ctrl-D or /exit."""
 
     def __init__(self, talk: Conversation, console: Console) -> None:
-        self._talk, self._console = talk, console
+        self._talk = talk
+        self._console = console
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "/system": ("TEXT: set the system prompt, without TEXT show it", self._system),
             "/set": ("NAME VALUE: set a field of the request, as temperature 0.7; NAME alone unsets it", self._set),
@@ -259,7 +258,7 @@ class ChatShell:
         }
 
     def run(self) -> int:
-        """Read and answer until the end of the input. Returns the exit code."""
+        """Read and answer until the end of the input, and return the exit code."""
         self._console.print(f"{self._talk.model}: /help lists the commands, {_BLOCK} begins and ends several lines")
         with _history(), contextlib.suppress(EOFError):
             while True:
@@ -275,7 +274,7 @@ class ChatShell:
         return 0
 
     def _read(self) -> str:
-        """Read one entry. Several lines stand between three quotes, or end in a backslash."""
+        """Read one entry. An entry of several lines is inside three quotes, or its lines end in a backslash."""
         text = input(">>> ")
         if text.lstrip().startswith(_BLOCK):
             text = text.lstrip()[len(_BLOCK) :]
@@ -342,12 +341,12 @@ def _path(name: str) -> Path:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(name)  # NaN and Infinity are no JSON
+    raise ValueError(name)  # NaN and Infinity are not JSON
 
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Keep the entries in a file that only this user can read. Without a writable home nothing is kept."""
+    """Keep the entries in a file that only this user can read. Without a writable home they are not kept."""
     path = Path(HISTORY)
     with contextlib.suppress(OSError, RuntimeError):
         path = path.expanduser()
@@ -370,7 +369,7 @@ def run(words: Sequence[str]) -> int:
     """Run the command `chat`. Raises ConfigError if no server answers or starts."""
     options, rest = _parser().parse_known_args(words)
     name = None if options.url is None else _only_name(rest)
-    # A file is read before a server is started for it; what writes into a pipe may take its time.
+    # A file is read before a server starts for it. A program that writes into a pipe may take longer.
     at_once = not sys.stdin.isatty() and not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
     question = _whole_input() if at_once else ""
     with _server(options, rest) as url:
@@ -391,7 +390,7 @@ def _client(url: str, key: str | None) -> httpx2.Client:
 
 
 def _only_name(words: Sequence[str]) -> str | None:
-    """Return the model's name for a running server, or None if there is none. Raises ConfigError for anything else."""
+    """Return the model's name for a running server; None without one. Raises ConfigError for any other word."""
     for index, word in enumerate(words):
         if index or word.startswith("-"):
             raise ConfigError(
@@ -414,7 +413,7 @@ def _whole_input() -> str:
 def _answer_all(talk: Conversation, question: str) -> int:
     """Answer one question. The answer goes to stdout, errors to stderr.
 
-    Returns 1, with a line on stderr, if the answer is not whole.
+    Returns 1, with a line on stderr, if the answer is not complete; else 0.
     """
     reason = answer(talk, question, Console(highlight=False), markdown=False)
     if reason == "stop":
@@ -444,16 +443,17 @@ def _served(http: httpx2.Client, url: str) -> list[str]:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
-    """Yield the address of the server: the running one, or one that lives as long as this context.
+    """Yield the address of the running server, or of a server that lives as long as this context.
 
-    words: model and flags of the one that is started; launch knows which word is a flag's value
+    words: model and flags of a server that is started; `launch` knows which word is a flag's value
     """
     if options.url is not None:
         yield options.url
         return
     quiet = ("--port", "0", "--logging.level", "warning")
-    command = python_command("jaxserve.cli.owned_server", *quiet, *words, "--logging.format", "text")  # of the card
-    # A session of its own: Ctrl-C is for the answer, not for the server.
+    card = ("--logging.format", "text")  # the ready card is text
+    command = python_command("jaxserve.cli.owned_server", *quiet, *words, *card)
+    # It has a session of its own, so that Ctrl-C stops the answer, not the server.
     process = subprocess.Popen(
         command,
         env=child_environment() | ({"JAXSERVE_SERVER__API_KEY": options.api_key} if options.api_key else {}),

@@ -1,9 +1,9 @@
 """`jaxserve compile [MODEL] --output DIR`: write a bundle of the compiled programs for a model, mesh and device.
 
-`jaxserve launch ... --runtime.bundle DIR` then compiles nothing. --target compiles for devices that are not there:
-h200, tpu:TOPOLOGY (for example tpu:v5e:1x1), or a file with XLA's text of a GPU's numbers. Without a device XLA cannot
-measure which kernel is best for a matrix product. --save-autotuning FILE writes what it measured on a machine with the
-device, and --autotuning FILE uses that.
+`jaxserve launch ... --runtime.bundle DIR` then compiles nothing. --target compiles for devices that this machine lacks:
+h200, tpu:TOPOLOGY (for example tpu:v5e:1x1), or a file with XLA's text of a GPU's properties. Without a device XLA
+cannot measure which kernel is best for a matrix product. --save-autotuning FILE writes the measurements of a machine
+with the device, and --autotuning FILE uses them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _prepare(target: str | None, load: str | None, dump: str | None) -> str | None:
-    """Set the environment that jax and XLA read when they are imported. Returns what a bundle says of autotuning."""
+    """Set the environment that jax and XLA read at their import, and return the bundle's note on autotuning."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     if target is not None:
         if dump is not None:

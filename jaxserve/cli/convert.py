@@ -1,6 +1,6 @@
 """`jaxserve convert`: write a published checkpoint in the form that this server loads fastest.
 
-The converted directory loads on any mesh: `jaxserve launch --model TARGET`.
+The converted directory can be loaded on any mesh: `jaxserve launch --model TARGET`.
 """
 
 from __future__ import annotations

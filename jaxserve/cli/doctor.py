@@ -1,8 +1,9 @@
 """`jaxserve doctor [MODEL]`: check the machine, the configuration and the model, without loading a weight.
 
-Prints one line per finding and what to do about it. Exit code 1 if one is wrong, 0 if all can serve. The checks here
-need no device; those that import jax are in doctor_devices.py.
+It prints one line for each finding, and how to mend it. The exit code is 1 if a finding is bad, else 0.
 """
+
+# The checks here need no device. The checks that import jax are in doctor_devices.py.
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ OK, WARN, BAD = "ok", "warn", "bad"
 class Finding:
     """One line of the output.
 
-    state: ok; warn: it can serve, but worse; bad: it cannot serve. fix: what to do; empty if nothing.
+    state: ok; warn: the server works, but worse; bad: it cannot serve
+    fix: how to mend it; empty if there is nothing to do
     """
 
     check: str
@@ -49,7 +51,7 @@ class Finding:
 
     @classmethod
     def of(cls, check: str, error: Exception, state: Literal["warn", "bad"] = "bad") -> Finding:
-        """Return the finding of an error. The fix is the error's own."""
+        """Return the finding of an error, with the error's own fix."""
         if isinstance(error, ConfigError):
             return cls(check, state, str(error), error.fix or "")
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -65,27 +67,27 @@ Findings = Callable[[], Iterable[Finding]]
 
 
 def examined(name: str, check: Findings) -> Iterator[Finding]:
-    """Yield what a check finds. An error that it raises is a finding too, so that the other checks still run."""
+    """Yield the findings of a check. An error that it raises is a finding too, so that the other checks still run."""
     try:
         yield from check()
     except Exception as error:
         yield Finding.of(name, error)
 
 
-_NEEDED_MEMORY = 2 * GIB  # of the demo model's server
-_NEEDED_DISK = GIB  # for compiled programs, files and batches
+_NEEDED_MEMORY = 2 * GIB  # bytes of host memory for the demo model's server
+_NEEDED_DISK = GIB  # bytes for compiled programs, files and batches
 _HUB_SECONDS = 3.0
 _PACKAGES = ("jax", "jaxlib", "flax", "transformers", "numpy")
 
 
 def versions() -> Iterator[Finding]:
-    """Name the versions of this installation."""
+    """Report the versions of this installation."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     yield Finding("versions", "ok", f"jaxserve {__version__}, Python {platform.python_version()}, {packages}")
 
 
 def host_memory() -> Iterator[Finding]:
-    """Compare the free memory with what the demo model's server needs."""
+    """Compare the free memory with the memory that the demo model's server needs."""
     free = free_memory()
     text = f"{free / GIB:.1f} of {machine_memory() / GIB:.1f} GiB are free"
     if free < _NEEDED_MEMORY:
@@ -96,7 +98,7 @@ def host_memory() -> Iterator[Finding]:
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    """Look at the free disk of the store and of the compiled programs."""
+    """Check the free disk space for the store and for compiled programs."""
     paths = {_store_path(config.store), _cache_path(config.runtime.compile_cache, "xla")} - {None}
     for path in sorted(filter(None, paths)):
         there = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -128,7 +130,7 @@ def store(section: StoreSection) -> Iterator[Finding]:
 
 
 def caches(section: RuntimeSection) -> Iterator[Finding]:
-    """Check that compiled programs and kernels can be kept. Without that every start compiles them."""
+    """Check that compiled programs and kernels can be kept. Otherwise every start compiles them."""
     configured = section.compile_cache
     yield _cache("compiled programs", configured, "xla")
     yield _cache("C kernels", "auto", "kernels")
@@ -144,7 +146,8 @@ def hub(section: ModelSection) -> Iterator[Finding]:
         fix = "unset HF_HUB_OFFLINE, or name a local directory" if needed else ""
         yield Finding("hub", "bad" if needed else "ok", "HF_HUB_OFFLINE is set: nothing is downloaded", fix)
         return
-    host, through = urlsplit(constants.ENDPOINT).netloc, _first_host(constants.ENDPOINT)
+    host = urlsplit(constants.ENDPOINT).netloc
+    through = _first_host(constants.ENDPOINT)
     way = host if through[0] in host else f"the proxy {through[0]} on the way to {host}"
     try:
         with socket.create_connection(through, timeout=_HUB_SECONDS):
@@ -155,7 +158,7 @@ def hub(section: ModelSection) -> Iterator[Finding]:
 
 
 def _first_host(url: str) -> tuple[str, int]:
-    """Return host and port that a request for `url` connects to: those of the proxy, if the environment sets one."""
+    """Return the host and port that a request for `url` connects to: the proxy's if the environment sets a proxy."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme)
     if proxy and not proxy_bypass(parts.netloc):
@@ -197,7 +200,7 @@ def _store_path(section: StoreSection) -> Path | None:
 
 
 def _write_problem(path: Path) -> str:
-    """Return why no file can be written in a directory, which need not exist yet; empty: one can."""
+    """Return why no file can be written in a directory, which need not exist; empty if one can be written."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
         return f"{there} is not a directory"
@@ -228,7 +231,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def findings(words: Sequence[str]) -> Iterator[Finding]:
-    """Yield what is found, the cheap checks first. words: model and flags, as of `launch`."""
+    """Yield the findings, cheap checks first. words: model and flags of `launch`"""
     yield from examined("versions", versions)
     notices: list[str] = []
     try:
@@ -236,7 +239,7 @@ def findings(words: Sequence[str]) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding.of("config", error)
         yield from examined("memory", host_memory)
-        yield from _device_checks().findings(Config(), with_model=False)  # of which model is not known
+        yield from _device_checks().findings(Config(), with_model=False)  # the model is not known
         return
     for notice in notices:
         yield Finding("config", "warn", notice)
@@ -250,7 +253,7 @@ def _device_checks() -> Any:
 
 
 def host_findings(config: Config) -> Iterator[Finding]:
-    """Yield what needs no device."""
+    """Yield the findings of the checks that need no device."""
     checks: dict[str, Findings] = {
         "memory": host_memory,
         "disk": lambda: disk(config),

@@ -1,4 +1,4 @@
-"""The checks of `jaxserve doctor` that import jax: devices, drivers, kernels, the numbers, the model's files."""
+"""Run the checks of `jaxserve doctor` that import jax: devices, drivers, kernels, their results, the model's files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _GIB = 2**30
 
 
 def findings(config: Config, *, with_model: bool = True) -> Iterator[Finding]:
-    """Yield what is found on the devices and in the model's files. with_model: False leaves the files out"""
+    """Yield the findings on the devices and in the model's files. with_model: whether to check the files"""
     section = config.mesh
     try:
         mesh = make_mesh(section.device, data=section.data, tensor=section.tensor, expert=section.expert)
-    except (ConfigError, RuntimeError) as error:  # RuntimeError: of jax, for a platform that does not start
+    except (ConfigError, RuntimeError) as error:  # RuntimeError: jax cannot start the platform
         yield Finding.of("devices", error)
         mesh = None
     if mesh is not None:
@@ -54,8 +54,9 @@ def _devices(mesh: DeviceMesh) -> Iterator[Finding]:
 
 
 def _kernels(config: Config, mesh: DeviceMesh) -> Iterator[Finding]:
-    """Check the numbers of the kernels that would serve, then of each other attention backend of the platform."""
-    device, (_, dtype) = mesh.devices[0], resolve_dtypes(config.model.dtype, mesh.platform)
+    """Check the results of the kernels that would serve, then of each other attention backend of the platform."""
+    device = mesh.devices[0]
+    _, dtype = resolve_dtypes(config.model.dtype, mesh.platform)
     try:
         backend = serving_backend(config.runtime.attention, device, (), dtype)
     except ConfigError as error:
@@ -70,7 +71,7 @@ def _kernels(config: Config, mesh: DeviceMesh) -> Iterator[Finding]:
             continue
         try:
             other = serving_backend(name, device, (), dtype)
-        except ConfigError as error:  # it does not serve here
+        except ConfigError as error:  # the backend does not work here
             slower = name == "native" and "install gcc or clang for faster kernels"
             yield Finding("kernels", "warn", str(error), slower or error.fix or "")
             continue
@@ -119,13 +120,13 @@ _PROBE = "Hello world, 12345 times!\n\n  Größe 日本\tdon't"
 
 
 def beside_transformers(directory: Path, tokenizer: Tokenizer) -> Iterator[Finding]:
-    """Yield what transformers reads otherwise in a directory with a tokenizer.json: tokens, and ids of a text."""
+    """Yield the differences to transformers in a directory with a tokenizer.json: tokens, and the ids of a text."""
     from transformers import AutoTokenizer  # noqa: PLC0415  # takes 2 s to import
 
     try:
         published = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
         theirs = {token.content: i for i, token in published.backend_tokenizer.get_added_tokens_decoder().items()}
-    except Exception as error:  # the libraries below raise anything
+    except Exception as error:  # the libraries below may raise any error
         why = " ".join(str(error).split())[:200]
         yield Finding("tokenizer", "warn", f"transformers does not read {directory}, so nothing is compared: {why}")
         return

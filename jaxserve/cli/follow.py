@@ -1,6 +1,6 @@
 """`jaxserve launch --node-rank N` for N above 0: one host's part of an engine whose leader runs elsewhere.
 
-Keeps the engine process of this host. Serves /health and /live and nothing else.
+The process keeps the engine process of this host, and serves only /health and /live.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def serve(config: Config) -> int:
 
 
 class FollowerHost:
-    """A host's command, until a signal."""
+    """One run of a follower host's command."""
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self._config = config
@@ -88,5 +88,5 @@ class FollowerHost:
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals += 1
         if self._signals > 1:
-            os._exit(130)  # the engine process ends too, because its stdin is closed
+            os._exit(130)  # this closes the engine process's stdin, so it ends too
         self._stop.set()

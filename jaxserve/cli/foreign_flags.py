@@ -1,4 +1,4 @@
-"""The launch flags of vLLM 0.32 and SGLang 0.5.23, each with one of three ways to handle it.
+"""List the launch flags of vLLM 0.32 and SGLang 0.5.23, each with one of three ways to handle it.
 
 A name that ends in ! is a switch and takes no value. A name that ends in * stands for all flags with this beginning
 that have no row. docs/flags.md is made from this table.
@@ -36,7 +36,7 @@ def gigabytes(text: str) -> str:
 
 
 def json_list(text: str) -> str:
-    """Return the only entry of a JSON list of texts, or the text itself. Raises ConfigError for several."""
+    """Return the only entry of a JSON list of texts, or the text itself. Raises ConfigError for several entries."""
     try:
         entries = json.loads(text)
     except ValueError:
@@ -60,9 +60,9 @@ class Key:
 
     const: value that a switch sets
     words: values of the flag that have another name here
-    others: the value used, with a notice, for anything that is not one of the key's own words
+    others: the value, with a notice, for any word that is not one of the key's own
     many: whether the flag takes several words
-    note: notice to show when the flag is used
+    note: notice that is shown when the flag is used
     """
 
     key: str
@@ -76,7 +76,7 @@ class Key:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The flag has no effect. values: the accepted ones, any if empty; others are refused with `fix`."""
+    """The flag has no effect. values: the accepted values, any if empty; other values are refused with `fix`"""
 
     reason: str
     values: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """The flag is refused. fix: what to do instead."""
+    """The flag is refused. fix: what to do instead"""
 
     fix: str
 

@@ -1,6 +1,6 @@
-"""uvicorn with this server's settings, its listening socket, certificate and address, and the signals that end it.
+"""Run uvicorn with this server's settings, socket and certificate, and handle the signals that end it.
 
-The allocator of the process is told that large bodies must not leave its heap full of holes.
+`keep_heap_small` tells the allocator of the process to give back the memory of large bodies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the kernel queues
-REPEATED = 0.2  # seconds
+REPEATED = 0.2  # seconds within which a second signal is the same one
 
 _LOOPBACK: dict[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _BIND_FIXES = {
@@ -73,8 +73,9 @@ def warn_if_open(section: ServerSection) -> None:
 
 
 def check_certificates(section: ServerSection) -> None:
-    """Check the TLS files before the model loads. Raises ConfigError if they cannot be used. Warns of one that clients
-    refuse by its dates.
+    """Check the TLS files before the model loads. Raises ConfigError if they cannot be used.
+
+    Warns of a certificate whose dates make clients refuse it.
     """
     if section.ssl_certfile is None:
         if section.ssl_keyfile is not None:
@@ -85,12 +86,14 @@ def check_certificates(section: ServerSection) -> None:
 
 
 def _warn_of_dates(path: str) -> None:
-    """Warn of a certificate that has expired, or is not valid yet. The first in a file is the server's own."""
-    from cryptography.x509 import load_pem_x509_certificate  # noqa: PLC0415  # most starts need none of it
+    """Warn of a certificate that has expired or is not valid yet. The first one in a file is the server's own."""
+    from cryptography.x509 import load_pem_x509_certificate  # noqa: PLC0415  # most starts do not need it
 
-    with contextlib.suppress(OSError, ValueError):  # TLS reads forms that this does not
+    with contextlib.suppress(OSError, ValueError):  # TLS reads file formats that this does not read
         found = load_pem_x509_certificate(Path(path).read_bytes())
-        begin, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
+        begin = found.not_valid_before_utc
+        end = found.not_valid_after_utc
+        now = datetime.datetime.now(datetime.UTC)
         if now > end:
             logger.warning("the certificate %s expired on %s: clients refuse it", path, f"{end:%Y-%m-%d at %H:%M} UTC")
         elif now < begin:
@@ -100,7 +103,7 @@ def _warn_of_dates(path: str) -> None:
 
 
 def _load(context: ssl.SSLContext, section: ServerSection) -> None:
-    """Let a context have the certificate. Raises ConfigError."""
+    """Load the certificate into a context. Raises ConfigError."""
     assert section.ssl_certfile is not None
     try:
         context.load_cert_chain(section.ssl_certfile, section.ssl_keyfile, password="")
@@ -113,14 +116,14 @@ def _load(context: ssl.SSLContext, section: ServerSection) -> None:
 
 
 class Certificate:
-    """The certificate of a server that runs. Its files may be replaced meanwhile, as those that expire must be."""
+    """The certificate of a running server. Its files may be replaced at any time, for example before they expire."""
 
     def __init__(self, section: ServerSection) -> None:
         self._section = section
         self._seen = self._files()
 
     def look(self, context: ssl.SSLContext) -> None:
-        """If the files have changed, use them for new connections. If they cannot be used, the old ones stay."""
+        """If the files have changed, use them for new connections. If they cannot be used, keep the old certificate."""
         if (found := self._files()) == self._seen:
             return
         self._seen = found
@@ -134,13 +137,13 @@ class Certificate:
         def take(connection: ssl.SSLObject, name: str | None, old: ssl.SSLContext) -> None:
             connection.context = new
 
-        # Loaded into the old context, it would stand beside the old one if its key is of another kind.
+        # In the old context, a certificate with another kind of key would be added instead of replacing the old one.
         context.sni_callback = take
         logger.info("new connections have the new certificate of %s", self._section.ssl_certfile)
         _warn_of_dates(str(self._section.ssl_certfile))
 
     def _files(self) -> list[tuple[int, ...]]:
-        """Return what changes if a file is replaced; () for one that is not there."""
+        """Return the attributes of the files that change when a file is replaced; () for a missing file."""
         found: list[tuple[int, ...]] = []
         for path in filter(None, (self._section.ssl_certfile, self._section.ssl_keyfile)):
             try:
@@ -161,9 +164,10 @@ def url_of(listener: socket.socket, section: ServerSection) -> str:
 
 
 def on_signals(act: Callable[[signal.Signals], None]) -> None:
-    """Call `act` at each SIGINT, SIGTERM or SIGHUP. Call in the main thread, on the event loop.
+    """Call `act` at each SIGINT, SIGTERM or SIGHUP. Call this in the main thread, on the event loop.
 
-    A signal within REPEATED seconds of another is the same one: some supervisors send it to a process and to its group.
+    A signal within REPEATED seconds of another is the same one, because some supervisors send it to a process and its
+    group.
     """
     latest = -math.inf
 
@@ -186,11 +190,12 @@ _MAPPED_BYTES = 1 << 20
 
 
 def keep_heap_small() -> None:
-    """Give back the memory of large bodies. Call it before other threads are there. Has no effect without glibc.
+    """Let the allocator give back the memory of large bodies. Call this before other threads start.
 
-    glibc keeps a heap for each thread, and after the first large block is freed it takes blocks of up to 32 MiB from
-    these heaps. After this call blocks of a megabyte are mapped, and unmapped when they are freed. After 2,000 requests
-    of `tests/e2e/test_stretched.py`, 171 MiB of the heaps were free without this, and 32 MiB with it.
+    glibc keeps a heap for each thread. After the first large block is freed, it takes blocks of up to 32 MiB from these
+    heaps. After this call, blocks of a megabyte are mapped, and unmapped when they are freed. After 2,000 requests of
+    `tests/e2e/test_stretched.py`, 171 MiB of the heaps were free without this call, and 32 MiB with it. Without glibc
+    it has no effect.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -198,16 +203,17 @@ def keep_heap_small() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
-CERTIFICATE_INTERVAL = 10  # seconds between two looks whether the certificate's files have changed
+CERTIFICATE_INTERVAL = 10  # seconds between two checks whether the certificate's files have changed
 KEEP_ALIVE = 75  # seconds; longer than the 60 s of common proxies, so that they close first
 
 
 def http_config(
     app: FastAPI, section: ServerSection, graceful_shutdown: int = 5, unix_socket: str | None = None
 ) -> uvicorn.Config:
-    """Return uvicorn's settings. graceful_shutdown: seconds that open responses have when it stops
+    """Return uvicorn's settings.
 
-    unix_socket: path of a socket of this machine to serve instead of a port, without TLS
+    graceful_shutdown: seconds that open responses have when the server stops
+    unix_socket: path of a Unix socket to serve without TLS instead of a port
     """
     uses_tls = section.ssl_certfile is not None and unix_socket is None
     config = uvicorn.Config(
@@ -236,7 +242,7 @@ def http_config(
 
 
 class Server(uvicorn.Server):
-    """uvicorn without signal handlers. The process's main function handles signals."""
+    """uvicorn's server without signal handlers, because the process's main function handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """`jaxserve launch`: bind the port, start the engine, serve, drain on SIGTERM, SIGINT or SIGHUP.
 
 The socket listens before the model loads. Until it is loaded, every route but /health, /live and /metrics answers 503.
-Exit codes: 0 after a signal, 2 for an error of the operator, 1 for any other end, 130 after a second signal. The last
-line printed is the cause.
+The exit code is 0 after a signal, 2 for an error of the operator, 1 for any other end, and 130 after a second signal.
+The last line printed says the cause.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ async def _serve(config: Config, listener: socket.socket, child: EngineChild | N
 
 
 def freeze() -> None:
-    """Exclude start-up objects from garbage collection; scanning them would pause every request for 80 ms."""
+    """Exclude start-up objects from garbage collection. Scanning them would pause every request for 80 ms."""
     gc.collect()
     gc.freeze()
 
 
 def open_store(section: StoreSection) -> tuple[Store | None, str]:
-    """Open the store; return None and a message for clients if that fails.
+    """Open the store, and return it and "". If that fails, return None and a message for clients.
 
     Raises ConfigError if the path was set by the operator.
     """
@@ -119,7 +119,7 @@ class Launch:
         return url_of(self._listener, self._config.server)
 
     def handle_signals(self) -> None:
-        """Drain on the first signal and exit on the second. Call in the main thread."""
+        """Drain on the first signal and exit on the second. Call this in the main thread."""
         on_signals(self._on_signal)
 
     def stop(self) -> None:
@@ -164,7 +164,7 @@ class Launch:
             return await self.engine.stop()
         await self.engine.stop()
         await self._workers.stop()
-        self._server.should_exit = True  # it served what the workers forwarded
+        self._server.should_exit = True  # until now it served the requests that the workers forwarded
 
     def _keeper(self) -> GroupKeeper:
         """Return the keeper of the workers' limits in this process."""
@@ -174,7 +174,7 @@ class Launch:
         )
 
     async def _serve_http(self) -> None:
-        """Serve HTTP until the server is asked to exit. Raises ConfigError or UnexpectedEndError for any other end."""
+        """Serve HTTP until the server must exit. Raises ConfigError or UnexpectedEndError for any other end."""
         try:
             await self._server.serve(sockets=[self._listener] if self._workers is None else None)
         except SystemExit:  # raised by uvicorn if the application does not start
@@ -237,7 +237,7 @@ class Launch:
         """Wait for `stop`, then for the running requests to end."""
         await self._stop.wait()
         self.engine.drain()
-        state = self._app.state.server  # some need the engine again, or their clients have not read all
+        state = self._app.state.server  # some requests need the engine again, or their clients have not read all
         if not await self.engine.drained(self._config.server.drain_timeout, lambda: state.num_running):
             count = max(self.engine.num_live, state.num_running)
             logger.warning("%d requests did not end within the drain timeout", count)

@@ -1,4 +1,4 @@
-"""The table of commands. Prints an error as one line and turns it into an exit code."""
+"""Run a command of the table, print its error as one line, and turn it into an exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.log import fields, is_json, tell, tell_at_once
 from jaxserve.transport.child import without_empty_entries
 from jaxserve.version import __version__
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write that are no bug
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write that are not a bug
 
 # command -> (module, description). A module is imported when its command runs, so `--help` is instant.
 _SERVER = "jaxserve.cli.start"
@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(words)
         finally:
-            sys.stdout.flush()  # so that an error is told here, not while Python ends
+            sys.stdout.flush()  # so that an error is reported here, not while Python ends
     except ConfigError as error:
         tell_error(error)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the output left, as `| head` does
+    except BrokenPipeError:  # the reader of the output ended, as `| head` does
         _drop_output()
         return 141
     except UnexpectedEndError as error:
@@ -108,7 +108,7 @@ def _bug(error: Exception) -> int:
 
 
 def _open_closed() -> None:
-    """Open the streams that the shell closed (`2>&-`), so that no other file gets their descriptors."""
+    """Open the standard streams that the shell closed (`2>&-`), so that no other file gets their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest descriptor that is free
@@ -116,14 +116,15 @@ def _open_closed() -> None:
 
 
 def _drop_output() -> None:
-    """Let stdout end in nothing: Python writes there once more when it ends."""
+    """Send stdout to the null device, because Python writes there once more when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def imported(name: str) -> Any:
     """Import the module of a command.
 
-    Meanwhile Ctrl-C ends the process without KeyboardInterrupt, for which an extension module may print a traceback.
+    During the import Ctrl-C ends the process without KeyboardInterrupt, because an extension module may print a
+    traceback for it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -137,7 +138,7 @@ def imported(name: str) -> Any:
 
 @contextlib.contextmanager
 def on_sigterm(act: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `act` at a SIGTERM, which Linux gives to the first process of a container only if there is a handler."""
+    """Call `act` at a SIGTERM. Linux gives it to the first process of a container only if there is a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

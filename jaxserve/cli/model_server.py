@@ -1,7 +1,7 @@
-"""The server of one of several models: `python -m jaxserve.cli.model_server`, started by front/model_process.py.
+"""Serve one of several models: `python -m jaxserve.cli.model_server`, which front/model_process.py starts.
 
-Reads its configuration as one line of JSON from stdin and serves on the socket that it inherits, as `jaxserve launch`
-does. Exits at once when stdin closes, which means that the front has ended, and drains on SIGTERM.
+The process reads its configuration as one line of JSON from stdin and serves on the socket that it inherits, as
+`jaxserve launch` does. It drains on SIGTERM, and exits at once when stdin closes, which means that the front has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
 
 
 def main() -> int:
-    """Serve until SIGTERM or the front's end and return the exit code, as `jaxserve launch`."""
+    """Serve until SIGTERM or the front's end, and return the exit code as `jaxserve launch` does."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the front handles them
     start = _START.decode(sys.stdin.buffer.readline())
@@ -54,4 +54,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # threads of the template's and the grammar's helpers may still wait
+    os._exit(status)  # threads of the template and grammar workers may still wait

@@ -1,9 +1,12 @@
 """Load one Config from the command line, the environment and a YAML file. Earlier sources win.
 
-A flag is `--section.key value`, `--section.key=value`, or alone for true. A few have short names (`SHORT`), and the
-names of other servers are in foreign_flags.py. One word without a dash is the model. The key `scheduler.max_num_seqs`
-is `--scheduler.max-num-seqs` as a flag and `JAXSERVE_SCHEDULER__MAX_NUM_SEQS` in the environment. The help of `jaxserve
-launch` is made from the configuration tree. On a cluster, its variables say which host this is (`mesh.cluster`).
+A flag is `--section.key value`, `--section.key=value`, or alone for true. A few flags have short names (`SHORT`), and
+the names of other servers are in foreign_flags.py. One word without a dash is the model. The key
+`scheduler.max_num_seqs` is `--scheduler.max-num-seqs` as a flag and `JAXSERVE_SCHEDULER__MAX_NUM_SEQS` in the
+environment.
+
+The parts are, in this order: the flags, the types of arguments that all commands share, the host of a cluster
+(`mesh.cluster`), the file and the environment, and the help of `jaxserve launch`, which the configuration tree gives.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from jaxserve.config import RENAMED, SECRETS, Config, known_keys, old_name_notic
 from jaxserve.errors import ConfigError
 from jaxserve.log import tell
 
-CONFIG = "config"  # the value of --config, which is no key of the configuration
-# short names that no other server has, and those of jax.distributed
+CONFIG = "config"  # the value of --config, which is not a key of the configuration
+# short names that no other server has, and the names of jax.distributed
 SHORT: Mapping[str, str] = {
     "--tensor": "mesh.tensor",
     "--replicas": "mesh.replicas",
@@ -48,13 +51,13 @@ _NEGATED = re.compile(r"--(no|disable)-")
 
 @dataclass
 class Flags:
-    """The values of a command line. notices: messages for the operator about flags without effect."""
+    """The values of a command line. notices: messages for the operator about flags without effect"""
 
     values: dict[str, Any] = dataclass_field(default_factory=dict)
     notices: list[str] = dataclass_field(default_factory=list)
 
     def put(self, key: str, values: Sequence[str]) -> None:
-        """Set a key. Values of a list key are appended; any other key keeps the last value."""
+        """Set a key. Values of a list key are appended. Any other key keeps the last value."""
         if key in _SEVERAL:
             self.values[key] = [*self.values.get(key, ()), *values]
         else:
@@ -68,7 +71,8 @@ class Flags:
 
 def parse_flags(argv: Iterable[str]) -> Flags:
     """Parse a command line. Raises ConfigError for a flag that is unknown, refused, or has no value."""
-    flags, words = Flags(), deque(argv)
+    flags = Flags()
+    words = deque(argv)
     while words:
         word = words.popleft()
         if not word.startswith("-"):
@@ -123,7 +127,7 @@ def key_flags() -> dict[str, str]:
 
 
 def _opposite(answer: Answer) -> Answer:
-    """Return the handling of `--no-X` from that of `--X`."""
+    """Return the handling of `--no-X`, given the handling of `--X`."""
     if isinstance(answer, Key) and answer.const in _SWITCH_WORDS:
         return Key(answer.key, const="false" if answer.const == "true" else "true")
     return NoEffect("it is off") if isinstance(answer, Refused) else NoEffect("this is the default")
@@ -164,7 +168,7 @@ def _take(flags: Flags, flag: str, answer: Answer, given: list[str], *, switch: 
 
 
 def _switched(const: str, word: str = "true") -> str:
-    """Return the value that a switch sets. `--X false` sets the opposite of a boolean, and any other word itself."""
+    """Return the value that a switch sets. `--X false` sets the opposite of a boolean, any other word itself."""
     if word.lower() == "true":
         return const
     return "true" if word.lower() == const == "false" else word
@@ -187,7 +191,7 @@ def _words_of(key: str) -> tuple[str, ...]:
 
 
 def _right_flag(name: str) -> str:
-    """Return a suggestion for an unknown flag, but never the opposite of what it means."""
+    """Return a suggestion for an unknown flag, but never a flag of the opposite meaning."""
     own = [f"--{key.replace('_', '-')}" for key in known_keys()]
     choices = [*_table()[0], *own, "--config"]
     negated = bool(_NEGATED.match(name))
@@ -197,7 +201,7 @@ def _right_flag(name: str) -> str:
 def plain(text: str, key: str) -> str | None:
     """Return the text of a flag or variable; None for null and none if the key may be unset.
 
-    A secret is never unset: this would open the server.
+    A secret is never unset, because this would open the server.
     """
     if text.lower() not in ("null", "none") or key == CONFIG or key.partition(".")[2] in SECRETS:
         return text
@@ -208,7 +212,7 @@ _VISIBLE = re.compile(r"[\x21-\x7e]*")
 
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return a type for whole numbers not below `least` nor above `most`, which raises ArgumentTypeError."""
+    """Return a type for integers from `least` to `most`. It raises ArgumentTypeError."""
 
     def _whole(text: str) -> int:
         try:
@@ -241,7 +245,7 @@ def share(text: str) -> float:
 
 
 def api_key(text: str) -> str:
-    """Read a key that a header can have; empty: no key. Raises ArgumentTypeError."""
+    """Read an API key that a header can have; empty: no key. Raises ArgumentTypeError."""
     if not _VISIBLE.fullmatch(text):
         raise argparse.ArgumentTypeError("may hold visible ASCII characters only: no space, no newline")
     return text
@@ -262,7 +266,7 @@ KEYS = ("hosts", "host_rank", "leader_address")  # of the section mesh
 
 
 def fill_hosts(tree: dict[str, Any], environ: Environment) -> None:
-    """Put the keys of the hosts into the section `mesh` if mesh.cluster is set. Keys that are given stay.
+    """Put the keys of the hosts into the section `mesh` if mesh.cluster is set. Given keys stay.
 
     tree: nested plain data, changed in place. Raises ConfigError if the variables are missing or wrong.
     """
@@ -291,13 +295,15 @@ def found(cluster: str, environ: Environment) -> tuple[int, int, str]:
 
 
 def _lws(environ: Environment) -> tuple[int, int, str]:
-    hosts, rank = _number(environ, "LWS_GROUP_SIZE"), _number(environ, "LWS_WORKER_INDEX")
+    hosts = _number(environ, "LWS_GROUP_SIZE")
+    rank = _number(environ, "LWS_WORKER_INDEX")
     return hosts, rank, _text(environ, "LWS_LEADER_ADDRESS")
 
 
 def _slurm(environ: Environment) -> tuple[int, int, str]:
-    """Read the job step of this process: `srun` with one task on each node."""
-    hosts, tasks = _number(environ, "SLURM_STEP_NUM_NODES"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    """Read the job step of this process, which `srun` started with one task on each node."""
+    hosts = _number(environ, "SLURM_STEP_NUM_NODES")
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     if tasks != hosts:
         raise ConfigError(
             f"mesh.cluster slurm: the step has {tasks} tasks on {hosts} nodes", fix="srun --ntasks-per-node=1"
@@ -311,7 +317,7 @@ def _tpu(environ: Environment) -> tuple[int, int, str]:
     return len(names), _number(environ, "TPU_WORKER_ID"), names[0]
 
 
-# name -> (a variable that is set there and nowhere else, what reads it)
+# name of a cluster -> (a variable that only this cluster sets, the function that reads its variables)
 _CLUSTERS: Mapping[str, tuple[str, Callable[[Environment], tuple[int, int, str]]]] = {
     "lws": ("LWS_LEADER_ADDRESS", _lws),
     "slurm": ("SLURM_STEP_NODELIST", _slurm),
@@ -379,8 +385,8 @@ def load_config(
 ) -> Config:
     """Return the Config of the flags in `argv`, the environment and the file that --config names.
 
-    notice: called with a message for each flag without effect. several: whether it may be of several models
-
+    notice: called with a message for each flag without effect
+    several: whether the configuration may have several models
     Raises ConfigError with every wrong key and value, and a suggestion for an unknown key.
     """
     parsed = parse_flags(argv)
@@ -407,7 +413,7 @@ def load_config(
 
 
 def validate(tree: Mapping[str, Any], *, source: str | None = None) -> Config:
-    """Return the Config of nested plain data. source: file to name in errors. Raises ConfigError."""
+    """Return the Config of nested plain data. source: file that errors name. Raises ConfigError."""
     try:
         return Config.parse({k: ({} if v is None else v) for k, v in tree.items()})
     except ConfigError as error:
@@ -430,10 +436,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would take the last of two equal keys: a second `server` would drop the API key."""
+    """PyYAML's safe loader, which also refuses two equal keys. A second `server` would drop the API key."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Raise ComposerError for a key that is there twice. `<<` merges others beneath the mapping's own."""
+        """Compose a mapping, whose own keys win over keys that `<<` merges. Raises ComposerError for a double key."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -445,7 +451,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Return the problem and its line, without the text, which may contain an API key."""
+    """Return the problem and its line, without the line's text, which may contain an API key."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
@@ -574,7 +580,7 @@ def default(field: FieldInfo) -> str:
 
 
 def section_title(section: str) -> str:
-    """Return what a section of the configuration is about, without a full stop."""
+    """Return the title of a section of the configuration, without a full stop."""
     annotation = Config.model_fields[section].annotation
     assert annotation is not None
     return (annotation.__doc__ or "").rstrip(".")

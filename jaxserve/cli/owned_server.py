@@ -1,6 +1,6 @@
-"""`python -m jaxserve.cli.owned_server FLAGS`: `jaxserve launch` for one parent. Drains and ends when stdin closes.
+"""`python -m jaxserve.cli.owned_server FLAGS`: `jaxserve launch` for one parent. It drains and ends when stdin closes.
 
-So no server is left, with the memory of its devices, if the parent ends by a signal.
+So no server keeps the memory of its devices if the parent ends by a signal.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""`jaxserve plan`: print how much memory a model needs on 1, 8 or 16 devices. Reads config.json and no weights.
+"""`jaxserve plan`: print how much memory a model needs on 1, 8 or 16 devices. It reads config.json and no weights.
 
-Prints a row for each mesh: of a number of devices, every split over tensor and expert that the model
-allows, the one with the most tokens first; a dense model is split over tensor alone if it can be. Its columns, per
-device: the bytes of weights, and of those that every device holds whole; the KV cache of one token and of one request
-of the full context; the tokens and the full contexts that fit; and with --length the largest batch of requests of that
-length. If a model has sliding windows, the last column is the number of tokens that would fit without them. A mesh over
-which the model cannot be split has the reason instead. If a mesh does not hold a full context, the fewest devices that
-do are named above the table. Weights are counted as they are held: in the bits of a quantised checkpoint, the others in
---dtype. Its size is printed above.
+The table has a row for each mesh. A number of devices has a row for every split over tensor and expert that the model
+allows, the split with the most tokens first. A dense model is split only over tensor if it can be. If the model cannot
+be split over a mesh, its row has the reason.
+
+The columns are, for each device: the bytes of weights, and of the weights that every device has whole; the KV cache of
+one token, and of one request of the full context; the tokens and the full contexts that fit; and with --length the
+largest batch of requests of that length. If the model has sliding windows, the last column is the number of tokens that
+would fit without them.
+
+The size of the weights is printed above the table. Quantized weights count in the bits of the checkpoint, the others in
+--dtype. If a mesh has no room for a full context, the fewest devices that have room are also named there.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _MESH = re.compile(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", re.ASCII)
 _HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "KV per token", "per full context")
 
-_DEVICES = tuple(2**n for n in range(11))  # numbers of devices that are tried for a model that does not fit
-_QUIET = 3.0  # seconds between lines of progress where stderr is no terminal
+_DEVICES = tuple(2**n for n in range(11))  # numbers of devices that are tried if the model does not fit
+_QUIET = 3.0  # seconds between lines of progress if stderr is not a terminal
 
 Mesh = tuple[int, int]  # tensor, expert
 Row = tuple[Mesh, ShapePlan | ConfigError]
@@ -85,7 +88,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _with_fix(error: ConfigError, fewest: ShapePlan | None) -> ConfigError:
-    """Return the error of the first mesh, with a mesh that would do in its fix."""
+    """Return the error of the first mesh, with a mesh that would fit in its fix."""
     return error if fewest is None else type(error)(str(error), fix=f"use {_devices(fewest)}")
 
 
@@ -95,7 +98,7 @@ def _devices(plan: ShapePlan) -> str:
 
 @dataclass(frozen=True)
 class _Device:
-    """What the plan is for: bytes of memory, tokens of a full context, and requests that run at once."""
+    """The device of the plan: bytes of memory, tokens of a full context, and requests that run at once."""
 
     num_bytes: int
     context: int
@@ -111,7 +114,7 @@ class _Device:
 
 
 class _Search:
-    """Plans meshes, and looks for the best of a number of devices."""
+    """Plan meshes, and find the best mesh of a number of devices."""
 
     def __init__(self, planner: ShapePlanner, device: _Device, progress: _Progress) -> None:
         self.planner = planner
@@ -120,9 +123,9 @@ class _Search:
         self._planned: dict[Mesh, ShapePlan | ConfigError] = {}
 
     def rows(self, asked: int | Mesh) -> Sequence[Row]:
-        """Return the mesh, or the splits of a number of devices which the model allows, the most tokens first.
+        """Return the row of a mesh, or of each split of a number of devices that the model allows, most tokens first.
 
-        If it allows none, the row is the reason of one.
+        If the model allows no split, the only row has the reason.
         """
         if isinstance(asked, tuple):
             return [self._row(asked)]
@@ -133,7 +136,7 @@ class _Search:
         return sorted(((mesh, plan) for mesh, plan in rows if isinstance(plan, ShapePlan)), key=self._rank) or rows[:1]
 
     def fewest(self) -> ShapePlan | None:
-        """Return the best plan of the fewest devices that hold a full context. None: none of _DEVICES do."""
+        """Return the best plan of the fewest devices of _DEVICES that have room for a full context; None: none have."""
         least = self.planner.published.num_bytes / self._device.num_bytes
         for count in (count for count in _DEVICES if count >= least):
             _, plan = self.rows(count)[0]
@@ -156,7 +159,7 @@ class _Search:
 
 
 class _Progress:
-    """Shows on stderr what is being computed: a line that changes on a terminal, else a line every few seconds."""
+    """Show the current step on stderr: a line that changes on a terminal, else a line every few seconds."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False, markup=False)
@@ -173,7 +176,7 @@ class _Progress:
             self._status.stop()
 
     def show(self, step: str) -> None:
-        """Tell the step that begins."""
+        """Show the step that begins."""
         if self._status is not None:
             self._status.update(f"planning: {step}")
         elif (now := time.monotonic()) >= self._told + _QUIET:
@@ -182,8 +185,10 @@ class _Progress:
 
 
 def _head(planner: ShapePlanner, dtype: jnp.dtype) -> str:
-    config, structure = planner.config, planner.published
-    form, bits = config.stored_form, ""
+    config = planner.config
+    structure = planner.published
+    form = config.stored_form
+    bits = ""
     if form is not None:
         bits = f"few bits ({form.description})" if form.method == "gguf" else f"{form.bits} bits"
     few = {"none": "", "stored": bits}.get(config.quantization, config.quantization)
@@ -198,7 +203,7 @@ def _head(planner: ShapePlanner, dtype: jnp.dtype) -> str:
 
 
 class _Columns:
-    """Makes the table. length: tokens per request of the batch column; None leaves the column out."""
+    """Make the table. length: tokens of a request in the batch column; None leaves the column out"""
 
     def __init__(self, device: _Device, length: int | None) -> None:
         self._device = device
@@ -206,7 +211,8 @@ class _Columns:
 
     def table(self, planned: Sequence[Row]) -> str:
         """Format one row per mesh."""
-        meshes, plans = [mesh for mesh, _ in planned], [plan for _, plan in planned]
+        meshes = [mesh for mesh, _ in planned]
+        plans = [plan for _, plan in planned]
         windowed = any(isinstance(plan, ShapePlan) and plan.window is not None for plan in plans)
         batch = () if self._length is None else (f"batch of {self._length}",)
         head = (*_HEAD, "tokens", "full contexts", *batch, *(("all kept",) if windowed else ()))

@@ -1,4 +1,4 @@
-"""`jaxserve launch` with `models.served`: one process without an engine, and processes of its own for each model."""
+"""`jaxserve launch` with `models.served`: a front process without an engine, and processes for each model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
 from jaxserve.log import fields, is_json, tell
 from jaxserve.transport.socket_directory import SocketDirectory
 
-# of the front alone: a model's process listens on a socket of this machine, and the front answers other origins
+# keys only for the front: a model's process listens on a Unix socket, and the front answers other origins
 _FRONT_ONLY = {"host", "port", "ssl_certfile", "ssl_keyfile", "cors_origins"}
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def serve(config: Config) -> int:
 
 
 def make_catalog(config: Config) -> Catalog:
-    """Return the models with their whole configurations. Raises ConfigError for what is wrong with any of them."""
+    """Return the models with their whole configurations. Raises ConfigError that names the wrong model."""
     if config.model.path is not None:
         raise ConfigError("model.path is set beside models.served", fix="set it in the config of a model")
     store = store_directory(config.store)
@@ -60,7 +60,7 @@ def make_catalog(config: Config) -> Catalog:
 
 
 def _plan(config: Config, entry: ModelEntry, store: Path | None, admin_key: str) -> ModelPlan:
-    """Raise ConfigError that names the model."""
+    """Return the configuration of one model's processes. Raises ConfigError that names the model."""
     try:
         tree: dict[str, Any] = config.model_dump(exclude_unset=True, exclude={"models"})
         for section, keys in _sections(entry).items():
@@ -78,7 +78,7 @@ def _plan(config: Config, entry: ModelEntry, store: Path | None, admin_key: str)
 
 
 def _sections(entry: ModelEntry) -> dict[str, Any]:
-    """Return what the model sets for itself. Raises ConfigError."""
+    """Return the sections that the model sets for itself. Raises ConfigError."""
     if isinstance(entry.config, dict):
         return entry.config
     try:
@@ -88,7 +88,7 @@ def _sections(entry: ModelEntry) -> dict[str, Any]:
 
 
 def store_directory(section: StoreSection) -> Path | None:
-    """Return the folder with a store for each model; None without stores."""
+    """Return the directory that has a store for each model; None without stores."""
     if section.path != "auto":
         return section.path
     try:

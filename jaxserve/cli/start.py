@@ -1,7 +1,7 @@
-"""`jaxserve launch` and `jaxserve serve` before the server starts: the help, the configuration, the model's path.
+"""Begin `jaxserve launch` and `jaxserve serve`: print the help, load the configuration, check the model's path.
 
-Imports the server by name at the end, so that an error of the operator is reported before the large imports. Those of
-the engine process run at the same time.
+The server is imported by name at the end, so that an error of the operator is reported before the large imports. The
+engine process runs its imports at the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
     if any(word in ("-h", "--help", "--help-all") for word in words):
         print(launch_help(everything="--help-all" in words))
         return 0
-    if wanted_format(words, os.environ) == "json":  # what is wrong with the configuration is logged so too
+    if wanted_format(words, os.environ) == "json":  # errors in the configuration are logged as JSON too
         configure_logging(Config.parse({"logging": {"format": "json"}}).logging, is_command=True)
     config = load_config(words, os.environ, several=True)
     configure_logging(config.logging, is_command=True)
@@ -58,9 +58,9 @@ def tell_start(served: str) -> None:
 
 
 def start_engine(config: Config) -> EngineChild | None:
-    """Start the engine process, so that its imports run beside those of the server. None: there are several.
+    """Start the engine process, so that its imports run beside the server's. Return None if there are several engines.
 
-    Raises ConfigError if there is no place for its sockets.
+    Raises ConfigError if there is no directory for its sockets.
     """
     if config.mesh.replicas > 1:
         return None

@@ -1,7 +1,7 @@
-"""A worker: `python -m jaxserve.cli.worker`, started by workers.py. Serves HTTP on the main process's port.
+"""Serve HTTP on the main process's port as a worker: `python -m jaxserve.cli.worker`, which workers.py starts.
 
-Reads what it is as one line of JSON from stdin. Stdin stays open as long as the main process lives; when it closes, the
-worker exits at once.
+The worker reads its start as one line of JSON from stdin. Stdin stays open as long as the main process lives. When it
+closes, the worker exits at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from jaxserve.telemetry.metrics import Families, read_families
 from jaxserve.transport.child import end_with_parent
 from jaxserve.transport.shared_state import SharedCounters
 
-READY_INTERVAL = 0.01  # seconds between two looks whether the HTTP server has started
+READY_INTERVAL = 0.01  # seconds between two checks whether the HTTP server has started
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """The first line that a worker reads. listener, relay, board: inherited descriptors
+    """The first line that a worker reads.
 
-    config: JSON with secrets. board_shape: rows and columns. seed: of the random seeds of its requests
+    listener, relay, board: inherited descriptors
+    config: JSON with secrets. board_shape: rows and columns. seed: seed of the random seeds of its requests
     """
 
     config: str
@@ -78,12 +79,12 @@ class Worker:
         self._server = Server(http_config(self._app, config.server))
 
     async def serve(self) -> None:
-        """Serve until the main process says `finish`."""
+        """Serve until the main process sends `finish`."""
         await self._engine.start(wait=False)
         await self._server.serve(sockets=[self._listener])
 
     async def _prepare(self) -> None:
-        """Return once requests are answered without delay. The engine is ready."""
+        """Return once requests are answered without delay. The engine must be ready."""
         await asyncio.to_thread(check_chat_template, self._app)
         await warm_up(self._app)
         while not self._server.started:
@@ -116,7 +117,7 @@ def main() -> None:
     keep_heap_small()
     uvloop.run(Worker(start, config).serve())
     sys.stderr.flush()
-    os._exit(0)  # threads of the template's and the grammar's helpers may still wait
+    os._exit(0)  # threads of the template and grammar workers may still wait
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The workers of a server with `server.workers`: started with what the engine is, started again if they die."""
+"""Run the workers of a server with `server.workers`: start them, watch them, and start them again if they die."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from jaxserve.transport.shared_state import SharedCounters
 from jaxserve.transport.socket_directory import SocketDirectory
 
 WRITE_INTERVAL = 0.05  # seconds between two writes to the board
-WORKER_CALL_SECONDS = 2.0  # a worker must answer a call within them
-WORKER_FINISH_SECONDS = 8.0  # a worker must end its open answers within them; uvicorn takes 5
+WORKER_CALL_SECONDS = 2.0  # a worker must answer a call within this time
+WORKER_FINISH_SECONDS = 8.0  # a worker must end its open answers within this time; uvicorn takes 5
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ T = TypeVar("T")
 class Workers:
     """All workers of one server.
 
-    listener: they accept its connections. main_socket: where the main process serves what they forward
+    listener: the socket whose connections they accept
+    main_socket: path of the socket on which the main process serves the requests that they forward
     """
 
     def __init__(self, config: Config, engine: AsyncEngine, listener: socket.socket, encryption_key: bytes) -> None:
@@ -55,7 +56,7 @@ class Workers:
         self._engine = engine
         self._numbers: dict[WorkerBridge, int] = {}
         self._readings: dict[int, Families] = {}  # the latest metrics of each worker
-        self._ended: Families = []  # what workers that have ended had counted
+        self._ended: Families = []  # the last metrics of workers that have ended
         self._starts = 0
         self._is_stopping = False
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -83,7 +84,7 @@ class Workers:
             began = time.monotonic()
             try:
                 end = f"ended with status {await self._run_one(row)}"
-            except OSError as error:  # the system refuses a process now
+            except OSError as error:  # the system cannot start a process now
                 end = f"cannot be started ({error})"
             keeper.ended(row)
             if self._is_stopping:
@@ -95,9 +96,9 @@ class Workers:
             await asyncio.sleep(delay)
 
     async def _run_one(self, row: int) -> int:
-        """Run one worker until it ends; return its exit status."""
+        """Run one worker until it ends, and return its exit status."""
         self._starts += 1
-        number = self._starts  # others start meanwhile
+        number = self._starts  # kept, because other workers start during the awaits
         here, there = socket.socketpair()
         with there:
             try:
@@ -143,8 +144,8 @@ class Workers:
     async def _watch(self, row: int, bridge: WorkerBridge, process: asyncio.subprocess.Process) -> None:
         """Kill a worker that does not answer for longer than the watchdog's limit.
 
-        Its start may take any time. Only time in which this process ran counts, so a pause of the whole machine kills
-        none.
+        Its start may take any time. Only time in which this process ran counts, so that a pause of the whole machine
+        kills no worker.
         """
         await self._answer(bridge.call("is_alive"), None)
         while not bridge.closed.is_set():
@@ -167,7 +168,7 @@ class Workers:
         self._ended = merge_families([self._ended, counted(self._readings.pop(number, []))])
 
     async def prepare(self) -> None:
-        """Wait until every worker answers requests without delay. The engine is ready."""
+        """Wait until every worker answers requests without delay. The engine must be ready."""
         await asyncio.gather(*map(self._prepare, self._bridges.open))
 
     async def _prepare(self, bridge: WorkerBridge) -> None:
@@ -184,18 +185,18 @@ class Workers:
     async def metrics(self) -> list[Families]:
         """See Peers."""
         found = await self._ask(lambda bridge: bridge.call("metrics"))
-        running = self._numbers.values()  # one that has ended since then is counted in `_ended`
+        running = self._numbers.values()  # a worker that has ended since then is counted in `_ended`
         self._readings |= {number: families for number, families in found.items() if number in running}
         return [*self._readings.values(), self._ended]
 
     async def _ask(self, call: Callable[[WorkerBridge], Awaitable[T]]) -> dict[int, T]:
-        """Call all workers at once; return the answers by the worker's number. One that is late is left out."""
+        """Call all workers at once, and return the answers by the worker's number. A late answer is left out."""
         numbers = dict(self._numbers)
         found = await asyncio.gather(*(self._answer(call(bridge)) for bridge in numbers))
         return {number: answer for number, answer in zip(numbers.values(), found, strict=True) if answer is not None}
 
     async def _answer(self, call: Awaitable[T], seconds: float | None = WORKER_CALL_SECONDS) -> T | None:
-        """Return the answer; None if there is none in time, or the worker has ended."""
+        """Return the answer; None if it is late, or if the worker has ended."""
         try:
             async with asyncio.timeout(seconds):
                 return await call
@@ -203,7 +204,7 @@ class Workers:
             return None
 
     async def finish(self) -> None:
-        """Let all workers accept nothing more, end their open answers and exit."""
+        """Let all workers accept no more requests, end their open answers and exit."""
         self._is_stopping = True
         if self._engine.was_ready:  # else no client waits for an answer
             await self._ask(lambda bridge: bridge.call("finish"))
@@ -220,6 +221,6 @@ class Workers:
         await asyncio.gather(*(process.wait() for process in running))
 
     def close(self) -> None:
-        """Remove the directory and the board. Call it after `run` has ended."""
+        """Remove the directory and the board. Call this after `run` has ended."""
         os.close(self._board)
         self._directory.remove()
