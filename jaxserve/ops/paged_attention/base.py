@@ -197,11 +197,11 @@ class InterleavedLayout:
         return InterleavedLayout.cache_shape(self, num_pages, page_size, num_kv_heads, 1, latent=latent)
 
     def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """See `Backend.held_dtype`."""
+        """Return the dtype of the stored array, see `Backend.held_dtype`."""
         return dtype
 
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
-        """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
+        """Write k and v [T, KH, D] at slot_mapping int32 [T], see `Backend.write`."""
         tokens, kv_heads, head_dim = k.shape
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[1])
         once = cache.shape[2] == kv_heads
@@ -214,10 +214,10 @@ class InterleavedLayout:
         return jax.tree.map(put, cache, stored(rows, cache.dtype))
 
     def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
-        """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
+        """Return pages page_ids int32 [n] -> [n, page_size, 2 * KH, D], see `Backend.export_pages`."""
         assert cache.shape[2] in (num_kv_heads, 2 * num_kv_heads)
         return jax.tree.map(lambda leaf: leaf.at[page_ids].get(mode="clip"), cache)
 
     def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
-        """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
+        """Write pages [n, page_size, 2 * KH, D] at page_ids int32 [n], see `Backend.import_pages`."""
         return jax.tree.map(lambda leaf, new: leaf.at[page_ids].set(new.astype(leaf.dtype), mode="drop"), cache, pages)

@@ -82,7 +82,7 @@ class PageScalesLayout(InterleavedLayout):
         return num_pages, 1, num_kv_heads if latent else 2 * num_kv_heads, page_size
 
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
-        """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
+        """Write k and v [T, KH, D] at slot_mapping int32 [T], see `Backend.write`."""
         if not isinstance(cache, ScaledPages):
             return super().write(cache, k, v, slot_mapping)
         tokens, kv_heads, head_dim = k.shape
@@ -95,11 +95,11 @@ class PageScalesLayout(InterleavedLayout):
         return ScaledPages(values, scales)
 
     def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
-        """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
+        """Return pages page_ids int32 [n] -> [n, page_size, 2 * KH, D], see `Backend.export_pages`."""
         return _turned(super().export_pages(cache, page_ids, num_kv_heads))
 
     def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
-        """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
+        """Write pages [n, page_size, 2 * KH, D] at page_ids int32 [n], see `Backend.import_pages`."""
         return super().import_pages(cache, page_ids, _turned(pages))
 
 
@@ -144,7 +144,7 @@ class MosaicGpuBackend(PageScalesLayout):
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
     ) -> tuple[int, ...]:
-        """See `Backend.cache_shape`. Raises ConfigError for sizes that the tensor memory accelerator cannot copy."""
+        """Return the shape. Raises ConfigError for sizes that the tensor memory accelerator cannot copy."""
         _require(head_dim % (SWIZZLE // 2) == 0, f"a head_dim that is a multiple of 64, not {head_dim}")
         _require(
             page_size % HEAD_ALIGN == 0 and self.tuning.tile % page_size == 0,
@@ -157,7 +157,7 @@ class MosaicGpuBackend(PageScalesLayout):
     def scale_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
     ) -> tuple[int, ...]:
-        """See `PageScalesLayout`. Raises ConfigError if jax cannot compile the kernel for them."""
+        """Return the shape, see `PageScalesLayout`. Raises ConfigError if jax cannot compile the kernel for them."""
         _require(CONCATENATES, "jax 0.11 or newer, and Python 3.12, for pages of 8 bits")
         return super().scale_shape(num_pages, page_size, num_kv_heads, latent=latent)
 
@@ -169,7 +169,7 @@ class MosaicGpuBackend(PageScalesLayout):
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """See `Backend.attend`: q [T, N, D] -> [T, N, D], 16-bit. Raises ConfigError for dtypes it cannot take."""
+        """Attend 16-bit q [T, N, D] -> [T, N, D], see `Backend.attend`. Raises ConfigError for other dtypes."""
         held = q.dtype == cache.dtype or is_scaled(cache.dtype)
         _require(held and q.dtype.itemsize == 2, f"16 bit activations and a cache of them or of 8 bits, not {q.dtype}")
         _require(q.shape[1] <= spec.num_kv_heads * ROWS, f"at most {ROWS} query heads a kv head")

@@ -28,7 +28,7 @@ class ReferenceBackend(InterleavedLayout):
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
+        """Attend q [T, N, D] -> [T, N, D], see `Backend.attend`."""
         token_row, position = _place_tokens(metadata, q.shape[0])
 
         def attend_token(token: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

@@ -57,7 +57,7 @@ class TpuBackend:
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
     ) -> tuple[int, ...]:
-        """See `Backend.cache_shape`. Raises ConfigError for latent rows that would look like K and V in one row."""
+        """Return the shape. Raises ConfigError for latent rows that would look like K and V in one row."""
         if latent and head_dim == LANES:
             raise ConfigError(
                 f"the TPU's kernel has no latent rows of {LANES} numbers", fix="use runtime.attention: xla"
@@ -72,11 +72,11 @@ class TpuBackend:
         return num_pages, 1 if latent else 2, num_kv_heads, 1, page_size
 
     def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """See `Backend.held_dtype`."""
+        """Return the dtype of the stored array, see `Backend.held_dtype`."""
         return dtype
 
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
-        """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
+        """Write k and v [T, KH, D] at slot_mapping int32 [T], see `Backend.write`."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[3])
         joined = _is_joined(cache)
         rows = stored(jnp.stack([k, v][: 2 if joined else cache.shape[1]], axis=1), cache.dtype)  # [T, 2, KH, D]
@@ -99,7 +99,7 @@ class TpuBackend:
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
+        """Attend q [T, N, D] -> [T, N, D], see `Backend.attend`."""
         layer = _Layer(cache, metadata.page_table, spec, sinks, self.tuning, self.interpret)
         attend = functools.partial(
             attend_ragged,
@@ -114,7 +114,7 @@ class TpuBackend:
         return attend(jnp.pad(q, ((0, 0), (0, 0), (0, columns))))[..., columns:]
 
     def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
-        """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
+        """Return pages page_ids int32 [n] -> [n, page_size, 2 * KH, D], see `Backend.export_pages`."""
         size = cache.shape[3]
 
         def take(leaf: jax.Array) -> jax.Array:
@@ -128,7 +128,7 @@ class TpuBackend:
         return jax.tree.map(take, cache)
 
     def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
-        """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
+        """Write pages [n, page_size, 2 * KH, D] at page_ids int32 [n], see `Backend.import_pages`."""
 
         def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
             """Write new [n, page_size, 2 * KH, D] into leaf [P, 2, KH, page_size, D]."""

@@ -314,11 +314,11 @@ class XlaBackend:
         return self.cache_shape(num_pages, page_size, num_kv_heads, 1, latent=latent)
 
     def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """See `Backend.held_dtype`: bits of bfloat16 and FP8."""
+        """Return the dtype of the stored array: unsigned integers for the bits of bfloat16 and FP8."""
         return BITS.get(dtype, dtype)
 
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
-        """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
+        """Write k and v [T, KH, D] at slot_mapping int32 [T], see `Backend.write`."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[2])
         halves = cache.shape[1]  # 1 if V is K, else 2
         half = jnp.arange(halves, dtype=jnp.int32)[None, :]
@@ -338,7 +338,7 @@ class XlaBackend:
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
+        """Attend q [T, N, D] -> [T, N, D], see `Backend.attend`."""
         heads, head_dim = q.shape[1:]
         layer = TiledLayer(
             cache, metadata.page_table, spec, sinks, heads, head_dim, whole_pages(QUERY_TILE, cache.shape[2])
@@ -363,7 +363,7 @@ class XlaBackend:
         return _attend_blocks(layer, q, rows)
 
     def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
-        """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
+        """Return pages page_ids int32 [n] -> [n, page_size, 2 * KH, D], see `Backend.export_pages`."""
 
         def take(leaf: jax.Array) -> jax.Array:
             """Return the pages of leaf [P, 2, page_size, KH * D] -> [n, page_size, 2 * KH, D]."""
@@ -375,7 +375,7 @@ class XlaBackend:
         return jax.tree.map(take, cache)
 
     def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
-        """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
+        """Write pages [n, page_size, 2 * KH, D] at page_ids int32 [n], see `Backend.import_pages`."""
 
         def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
             """Write new [n, page_size, 2 * KH, D] into leaf [P, 2, page_size, KH * D]."""

@@ -57,7 +57,7 @@ class ProgramStore:
         self._fingerprint = fingerprint(mesh)
 
     def find(self, program: Program) -> jax.stages.Compiled | None:
-        """See compiler.ProgramStorage."""
+        """Load a program, see compiler.ProgramStorage."""
         name = f"{program_key(program, self._fingerprint)}{SUFFIX}"
         try:
             with opened(self._directory) as held:
@@ -72,7 +72,7 @@ class ProgramStore:
             return None
 
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
-        """See compiler.ProgramStorage."""
+        """Store a program, see compiler.ProgramStorage."""
         name = f"{program_key(program, self._fingerprint)}{SUFFIX}"
         try:
             with opened(self._directory) as held:

@@ -76,7 +76,7 @@ class TritonBackend(InterleavedLayout):
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
+        """Attend q [T, N, D] -> [T, N, D], see `Backend.attend`."""
         layer = LayerPages(cache, metadata.page_table, spec, sinks)
         if cache.shape[2] == spec.num_kv_heads == 1:
             return self._attend_latent(q, layer, metadata)
@@ -87,7 +87,7 @@ class TritonBackend(InterleavedLayout):
     def write_heads(
         self, heads: ProjectedHeads, cache: jax.Array, slot_mapping: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """See `WritesHeads`: slot_mapping int32 [T] -> q [T, N, D], cache [P, page_size, 2 * KH, D]."""
+        """Norm, rotate and write at slot_mapping int32 [T] -> q [T, N, D], cache [P, page_size, 2 * KH, D]."""
         return heads_kernel.write_heads(heads, cache, slot_mapping, interpret=self.interpret)
 
     def _attend_latent(self, q: jax.Array, layer: LayerPages, metadata: AttentionMetadata) -> jax.Array:
