@@ -1,1 +1,1 @@
-"""Constrained output with llguidance: validates what a request asks for, compiles it and makes token masks. No jax."""
+"""Constrained output with llguidance: checks and compiles a request's constraints and makes token masks. No jax."""

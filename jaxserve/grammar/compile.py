@@ -36,9 +36,9 @@ _VERDICT = msgspec.msgpack.Decoder(Verdict)
 class CompileLimits:
     """Limits of the checks.
 
-    cpu_seconds    of one check
-    wall_seconds   of one check, in case the machine gives it too little CPU
-    memory_bytes   of one check, beside the tokenizer
+    cpu_seconds    CPU time of one check
+    wall_seconds   time of one check, in case the machine gives it too little CPU
+    memory_bytes   memory of one check, beside the tokenizer
     parallel       checks that run at once; `waiting` more may queue
     cache_bytes    size of the cache of verdicts
     """
@@ -116,7 +116,7 @@ class GrammarCompiler:
     async def check(self, spec: GrammarSpec, *, param: str = "response_format") -> GrammarSpec:
         """Return the checked spec for the engine.
 
-        Raises InvalidSchemaError (400, `param`) with the reason, QueueFullError if too many checks wait.
+        Raises InvalidSchemaError (400, `param`) with the reason, and QueueFullError if too many checks wait.
         """
         check_source(spec.source, param)
         key = hashlib.sha256(f"{spec.kind}\0{spec.source}".encode()).digest()

@@ -1,9 +1,9 @@
 """Embeds a client's Lark grammar in a larger one: the input of a custom tool, inside a JSON string or between two tags.
 
-It becomes an inner grammar (`%lark`). Everything that the result allows is, unescaped, allowed by the client's
-grammar. What cannot be embedded that way is refused. Inside JSON, literals are escaped as JSON requires, and a
-pattern keeps only those of its matches that need no escaping. Between tags, a pattern keeps only matches in which
-the closing tag cannot begin, because llguidance takes the longest match of a pattern and never backtracks.
+It becomes an inner grammar (`%lark`). Everything that the result allows is, unescaped, allowed by the client's grammar.
+A grammar that cannot be embedded that way is refused. Inside JSON, literals are escaped as JSON requires, and a pattern
+keeps only the matches that need no escaping. Between tags, a pattern keeps only matches in which the closing tag cannot
+begin, because llguidance takes the longest match of a pattern and never backtracks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _NEEDS_NO_ESCAPE = r'/[^"\\\x00-\x1f\x7f]*/'
 
 
 def embed_in_json(writer: LarkWriter, source: str) -> str:
-    """Return an expression for the texts of `source`, escaped for a JSON string. Raises InvalidSchemaError (param
-    tools).
+    """Return an expression for the texts of `source`, escaped for a JSON string.
+
+    Raises InvalidSchemaError (param tools).
     """
     return writer.rule(_Embedding(source, _NEEDS_NO_ESCAPE, _escaped).text())
 
@@ -84,7 +85,7 @@ class _Embedding:
 
     @cached_property
     def _prefix(self) -> str:
-        """The names of the limited terminals begin with it, and no name of the source does."""
+        """The beginning of the names of limited terminals, with which no name of the source begins."""
         taken = re.findall("LIMITED_*", self.source)
         return max(taken, key=len, default="LIMITED") + "_" * bool(taken)
 
@@ -127,7 +128,10 @@ class _Embedding:
         return statement[: definition.start(2)] + self._expression(definition[2])
 
     def _expression(self, text: str, check_only: bool = False) -> str:
-        """check_only: the expression belongs to a terminal that is restricted as a whole; & and ~ may occur in it"""
+        """Return an expression rewritten.
+
+        check_only: the expression belongs to a terminal that is restricted as a whole; & and ~ may occur in it
+        """
         return "".join(self._part(match, check_only) for match in _TOKEN.finditer(text))
 
     def _part(self, match: re.Match[str], check_only: bool) -> str:

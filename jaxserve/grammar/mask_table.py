@@ -20,7 +20,7 @@ from jaxserve.types.step import QUICK, FinishReason, SchedulerOutput, TokenOutpu
 
 PATIENCE = 0.005  # seconds that a step waits for its masks
 PATIENCE_PER_ROW = 0.0002  # and this many more per masked row; a mask of a JSON schema takes 0.01 to 0.1 ms
-MIN_PARALLEL = 4  # grammars; waking threads takes longer than filling fewer
+MIN_PARALLEL = 4  # grammars; filling fewer takes less time than waking threads
 MAX_PARALLEL = 8  # grammars filled at once; the deadline is checked between two groups
 
 # Fills row r of a bitmask for each (matcher, r), all rows at once. May raise for any of them.
@@ -31,7 +31,7 @@ Entry = tuple[int, str, TokenMask]  # row of the step, request, mask
 class Made(NamedTuple):
     """Result of a thread.
 
-    row: int32 [ceil(V/32)]; undefined if `end` is set. end: why the request must end
+    row: int32 [ceil(V/32)]; undefined if `end` is set. end: the reason for which the request must end
     """
 
     row: np.ndarray
@@ -43,7 +43,7 @@ class StepMasks(NamedTuple):
 
     bits      int32 [R, ceil(V/32)]; all ones for a row that has no mask, is late, or whose request must end. A row
               with k drafts has 1 + k of these rows
-    ended     requests that must end, and why
+    ended     requests that must end, each with the reason
     late      rows that yield no token in this step
     paused    requests that are paused until `MaskTable.take_ready` returns them
     """
@@ -89,8 +89,8 @@ class MaskTable:
     def advance(self, output: TokenOutput, *, here: bool = True) -> FinishReason | None:
         """Pass a request's new tokens to its mask. STOP: its grammar is complete. ERROR: the tokens violate it.
 
-        here: process them now, unless the request's masks are slow. What a thread finds is returned by `take_ready`
-        or with the masks of a step.
+        here: process them now, unless the request's masks are slow. `take_ready` or the masks of a step return the
+        result of a thread.
         """
         name = output.request_id
         mask = self._masks.get(name)
@@ -102,12 +102,12 @@ class MaskTable:
         return mask.advance(output.token_ids, name)
 
     def _begin(self, name: str, mask: TokenMask, token_ids: Sequence[int] = ()) -> None:
-        """Let a thread compute the mask after these tokens. Only this thread may use the mask until it is done."""
+        """Let a thread compute the mask after these tokens. Only that thread may use the mask until it is done."""
         assert self._threads is not None and name not in self._made
         self._made[name] = self._threads.submit(_make, mask, list(token_ids), name, self._num_words)
 
     def take_ready(self) -> list[tuple[str, FinishReason | None]]:
-        """Return the paused requests whose masks are ready, and why they must end, if they must."""
+        """Return the paused requests whose masks are ready, each with the reason if it must end."""
         ready = [name for name in self._paused if name in self._made and self._made[name].done()]
         self._paused.difference_update(ready)
         return [(name, self._made[name].result().end) for name in ready]
@@ -118,7 +118,7 @@ class MaskTable:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a thread has computed a mask, at most so many seconds."""
+        """Wait until a thread has computed a mask, at most `seconds`."""
         if making := [made for made in self._made.values() if not made.done()]:
             wait(making, seconds, FIRST_COMPLETED)
 
@@ -159,9 +159,9 @@ class MaskTable:
     def of_step(self, output: SchedulerOutput) -> StepMasks:
         """Compute the masks of a step.
 
-        A request whose matcher failed or exceeded a limit must end: its mask would only allow the end of the output,
-        and the client would take that for a complete text. The array is new for every step, because the device may
-        still read the previous one.
+        A request whose matcher failed or exceeded a limit must end, because its mask would only allow the end of the
+        output, and the client would believe that the text is complete. The array is new for every step, because the
+        device may still read the previous one.
         """
         bits = np.full((len(output.rows), self._num_words), -1, np.int32)
         entries = [
@@ -206,7 +206,7 @@ class MaskTable:
         return self._threads is not None and mask.is_slow
 
     def _fill(self, entries: list[Entry], bits: np.ndarray) -> tuple[set[int], set[str]]:
-        """Fill rows of `bits`. Returns the rows that are left to threads, and the requests whose matchers failed."""
+        """Fill rows of `bits`. Return the rows that are left to threads, and the requests whose matchers failed."""
         deadline = time.perf_counter() + PATIENCE + PATIENCE_PER_ROW * len(entries)
         entries.sort(key=lambda entry: entry[1] not in self._passed_over)
         together = {
@@ -231,21 +231,21 @@ class MaskTable:
         return self._threads is not None and time.perf_counter() > deadline
 
     def _groups(self, entries: list[Entry]) -> list[list[Entry]]:
-        """Group the masks that are probably quick, to be filled together; none if they are few."""
+        """Return groups of masks that are probably quick, to be filled together; none if they are few."""
         quick = [entry for entry in entries if entry[2].is_quick and not self._is_slow(entry[2])]
         if self._fill_rows is None or sum(entry[2].matcher is not None for entry in quick) < MIN_PARALLEL:
             return []
         return [quick[i : i + MAX_PARALLEL] for i in range(0, len(quick), MAX_PARALLEL)]
 
     def _fill_together(self, entries: list[Entry], bits: np.ndarray, deadline: float) -> bool:
-        """Fill all rows together. Returns whether that worked. If it took long, each is measured in the next step."""
+        """Fill all rows together. Return whether that worked. If it took long, the next step measures each."""
         matchers = [(mask.matcher, i) for i, _, mask in entries if mask.matcher is not None]
         if self._fill_rows is None or self._is_over(deadline):
             return False
         began = time.perf_counter()
         try:
             self._fill_rows(matchers, bits)
-        except Exception:  # filled one by one, they show which of them failed
+        except Exception:  # filling one by one shows which of them failed
             for i, _, _ in entries:
                 bits[i] = -1
             return False
@@ -257,7 +257,7 @@ class MaskTable:
 
 
 def _make(mask: TokenMask, token_ids: Sequence[int], request_id: str, num_words: int) -> Made:
-    """Pass new output tokens to a mask and compute the next one. Runs in a thread, the mask's only user meanwhile."""
+    """Pass new output tokens to a mask and compute the next one. Runs in a thread, which alone uses the mask."""
     row = np.full(num_words, -1, np.int32)
     end = mask.advance(token_ids, request_id)
     if end is None and not mask.try_fill(row, request_id):

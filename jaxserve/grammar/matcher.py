@@ -5,11 +5,9 @@
     matcher = factory(spec)                 # or factory.submit(spec) -> Future: compiling may take up to 1 s
     matcher.fill(row); matcher.accept(token_id); matcher.is_terminated
 
-An error of a matcher ends its own request: from then on `accept` is False and `error` has the reason.
-
-Cache of compiled grammars, for later requests with the same text.
-
-Fills the token masks of many rows at once, on all cores and without the GIL.
+An error of a matcher ends its own request: from then on `accept` is False and `error` has the reason. The factory keeps
+compiled grammars in a `GrammarCache` for later requests with the same text. A `BitmaskFiller` fills the token masks of
+many rows at once, on all cores and without the GIL.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ class GrammarCache:
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def get(self, key: Key) -> CachedGrammar | None:
-        """Return the grammar; None if it is absent or full. A full one is compiled again."""
+        """Return the grammar; None if it is absent or full. The caller compiles a full one again."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None and found.is_full:
@@ -143,12 +141,12 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar failed: a token that it does not allow, or a limit of the parser. None if it did not."""
+        """The reason why the grammar failed: a token that it does not allow, or a limit of the parser; else None."""
         return self.ll.get_error().split("<state>")[0].strip() if self.ll.is_error() else None
 
     @property
     def limit_error(self) -> str | None:
-        """The error, if it is a limit of the parser and not a wrong token."""
+        """The error if it is a limit of the parser and not a wrong token; else None."""
         error = self.error
         if error is None or "satisfy the grammar" in error:
             return None
@@ -158,7 +156,7 @@ class GrammarMatcher:
 
     @property
     def was_slow(self) -> bool:
-        """Whether a mask of this grammar took long before, in any output."""
+        """Whether an earlier mask of this grammar was slow, in any output."""
         return self._grammar.is_slow
 
     @property
@@ -209,7 +207,7 @@ class GrammarMatcher:
 
     @property
     def drafts_allowed(self) -> bool:
-        """Whether tokens can be taken back quickly here: not before the grammar's first token."""
+        """Whether tokens can be taken back quickly here, which is not so before the grammar's first token."""
         return self._state == "grammar" and not self.ll.is_error()
 
     def prefix(self, token_ids: Sequence[int]) -> int:
@@ -230,7 +228,10 @@ class GrammarMatcher:
             return self.ll.rollback(num_tokens)
         tokens = self._tokens[:kept]
         self.ll.reset()
-        self._tokens, self._num_free, self._tail, self._state = [], 0, b"", self._first_state()
+        self._tokens = []
+        self._num_free = 0
+        self._tail = b""
+        self._state = self._first_state()
         return all(self.accept(token) for token in tokens)
 
     def _look_for_marker(self, token_id: int) -> bool:
@@ -294,7 +295,7 @@ class TokenBytes:
 class MatcherFactory:
     """Makes matchers. Compiled grammars are cached and copied for requests with the same grammar.
 
-    vocab_size: of the model's logits; masks have ceil(vocab_size / 32) words
+    vocab_size: number of the model's logits; masks have ceil(vocab_size / 32) words
     """
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:

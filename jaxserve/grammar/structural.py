@@ -22,7 +22,7 @@ def structural_tag_spec(tag: str | Mapping[str, Any], special_tokens: Mapping[st
     """Return the spec of a structural tag, as a Lark grammar.
 
     special_tokens: text -> id of the tokenizer's special tokens, which may occur in tags
-    Raises InvalidSchemaError that names the part that is wrong or not supported.
+    Raises InvalidSchemaError, which names the part that is wrong or not supported.
     """
     body = loads(tag, "the structural tag") if isinstance(tag, str) else dict(tag)
     if not isinstance(body, dict):

@@ -1,4 +1,4 @@
-"""The tokens that a request may sample next, as far as the host decides: grammars and multi-token bad words.
+"""The tokens that a request may sample next if the host decides it: by grammars and multi-token bad words.
 
 A matcher is made from a client's input. If it raises, only its own request ends.
 """
@@ -63,9 +63,9 @@ class Matcher(Protocol):
 
 
 class TokenMask:
-    """The token mask of one request. The device handles bad words of one token; here are those with several.
+    """The token mask of one request. The device handles bad words of one token, and this mask those of several.
 
-    budget      of the request, shared by its choices
+    budget      CPU time budget of the request, shared by its choices
     is_quick    the grammar's last mask took less than QUICK
     """
 
@@ -115,7 +115,7 @@ class TokenMask:
         return self._advance(token_ids, len(token_ids))
 
     def _advance(self, token_ids: Sequence[int], num_outputs: int) -> bool:
-        """num_outputs: how many of the tokens are output for good, which adds to the budget"""
+        """Advance by tokens. num_outputs: how many of them are output for good, which adds to the budget"""
         if self._bad_words:
             self._tail = [*self._tail, *token_ids][1 - self._longest :]
         if self.matcher is None:
@@ -152,7 +152,7 @@ class TokenMask:
             return []
         try:
             return self.matcher.forced()
-        except Exception:  # a guess less; the request ends if its mask fails too
+        except Exception:  # only a guess is lost; the request ends if its mask fails too
             logger.exception("%s: the grammar's matcher failed", request_id)
             return []
 
@@ -184,7 +184,7 @@ class TokenMask:
                 self.matcher.rollback(done)
 
     def ban(self, row: np.ndarray) -> None:
-        """Clear the bits of banned last tokens of bad words in row, int32 [ceil(V/32)]."""
+        """Clear the bits of tokens that would complete a bad word in row, int32 [ceil(V/32)]."""
         for word in self._bad_words:
             *before, last = word
             if self._tail[-len(before) :] == before:

@@ -6,11 +6,9 @@ tool of the request and match its schema.
 A custom tool is written as a function with one text parameter "input", whose value must match the tool's regex or
 Lark grammar (`embed`). If a tool with a Lark grammar is the only one and required, the output is the input itself.
 
-What can be enforced of the schema of a tool that is not strict.
-
-Agents bring tools whose schemas others wrote, and OpenAI and Anthropic take any of them.
-
-The parameters of a tool, for formats of calls that write them one by one, as text or as JSON.
+Agents bring tools whose schemas others wrote, and OpenAI and Anthropic accept any of them. So if a tool is not strict,
+its schema is `loosened` to the keywords that can be enforced. `parameters_of` splits a schema into parameters, for
+formats of calls that write them one by one, as text or as JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
 
 _MAX_NUMBER = 2**53
-_UNREADABLE = re.compile(r"\(\?(?:<?[=!]|>|P=)|\\[0-9bBGkZ]")  # looks around or back, or is another syntax than Rust's
+_UNREADABLE = re.compile(r"\(\?(?:<?[=!]|>|P=)|\\[0-9bBGkZ]")  # looks around or back, or is not Rust's syntax
 _DRAFT = re.compile(
     r"http://json-schema\.org/draft-0[3467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
 )
@@ -71,7 +69,7 @@ def loosened(schema: Any, root: Any = None) -> Any:
 
 
 def outline(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return no more of a tool's schema than the names of its parameters, their types, and which are required."""
+    """Return a tool's schema with only the names of its parameters, their types, and which are required."""
     properties, required = dict[str, Any](), list[Any]()
     for part, is_needed in _parts(schema, schema, set(), 0):
         found, needed = part.get("properties"), part.get("required")
@@ -85,7 +83,10 @@ def outline(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(
     schema: Any, root: Any, seen: set[tuple[int, bool]], depth: int, needed: bool = True
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield a schema and those that it joins, each with whether all values must satisfy it. seen: what was yielded"""
+    """Yield a schema and the schemas that it joins, each with whether all values must satisfy it.
+
+    seen: schemas that were yielded already
+    """
     if not isinstance(schema, dict) or depth > MAX_JOIN_DEPTH or (id(schema), needed) in seen:
         return
     seen.add((id(schema), needed))
@@ -99,7 +100,7 @@ def _parts(
 
 
 def _kind(schema: Any) -> dict[str, Any]:
-    """Return no more of a parameter's schema than its type."""
+    """Return a parameter's schema with only its type."""
     return {"type": schema["type"]} if isinstance(schema, dict) and _is_type(schema.get("type")) else {}
 
 
@@ -170,7 +171,7 @@ _TEXT = frozenset({"pattern", "format", "minLength", "maxLength", "allOf", "not"
 
 
 class Parameter(NamedTuple):
-    """One parameter of a tool. schema: stands alone, with the targets of its references"""
+    """One parameter of a tool. schema: complete, with the targets of its references"""
 
     name: str
     schema: Any
@@ -203,9 +204,9 @@ def parameters_of(
 
 
 def _targets(schema: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return what a parameter's schema needs beside it for its references into the whole schema, and their new place.
+    """Return the definitions that a parameter's schema needs for its references, and their new place.
 
-    Computed once for all parameters: there may be thousands, and as many definitions.
+    It is computed once for all parameters, because there may be thousands, and as many definitions.
     """
     head = {"$schema": schema["$schema"]} if "$schema" in schema else {}
     text = json.dumps(schema)
@@ -229,7 +230,7 @@ def is_text(schema: Any) -> bool:
 def texts_of(schema: Any, *, exact: bool = True) -> list[str] | None:
     """Return the values of a text parameter; None if it may be any text.
 
-    exact: raise InvalidSchemaError (param tools) if a keyword limits it in another way; else ignore that
+    exact: raise InvalidSchemaError (param tools) if a keyword limits it in another way; else ignore the keyword
     """
     if not isinstance(schema, dict):
         return [] if schema is False else None
@@ -261,10 +262,10 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 class GrammarTool:
     """A tool as the grammar sees it.
 
-    schema: of the parameters of a function; None takes any object
-    strict: OpenAI's: the schema is enforced in auto mode too, and objects are closed. Of another schema, what cannot be
-        enforced is left out: agents bring many tools, whose schemas others wrote.
-    custom: a custom tool; its input is any text, or matches `regex` or `lark`
+    schema: schema of the parameters of a function; None: any object
+    strict: as at OpenAI: the schema is enforced in auto mode too, and objects are closed. If it is False, keywords that
+        cannot be enforced are left out.
+    custom: a custom tool, whose input is any text, or matches `regex` or `lark`
     """
 
     name: str
@@ -281,7 +282,7 @@ class GrammarTool:
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """The JSON schema of the arguments; of a custom tool an object with one text, "input"."""
+        """The JSON schema of the arguments. A custom tool has an object with one text, "input"."""
         if self.custom:
             text = {"type": "string"} if self.regex is None else {"type": "string", "pattern": f"^({self.regex})$"}
             return {
@@ -294,21 +295,21 @@ class GrammarTool:
         schema = {**schema, "type": "object"}
         if self.strict:
             return closed(schema)
-        check_source(json.dumps(schema), "tools")  # takes less time than what follows
+        check_source(json.dumps(schema), "tools")  # takes less time than the code after it
         check_depth(schema)
         return loosened(schema)
 
     @property
     def outlined(self) -> GrammarTool:
-        """The tool with no more of its schema than can be enforced of any; itself if it is exact."""
+        """The tool with the outline of its schema, which can always be enforced; the tool itself if it is exact."""
         return self if self.is_exact or self.schema is None else replace(self, schema=outline(self.schema))
 
 
 @dataclass(frozen=True, slots=True)
 class CallModel:
-    """What the grammar of calls depends on besides the request.
+    """The properties of a model on which the grammar of calls depends.
 
-    family: of text/tools (None: calls as plain JSON, parsed by the "json" family)
+    family: format of text/tools (None: calls as plain JSON, parsed by the "json" family)
     template: the chat template's text, for families that have several formats
     special_tokens: text -> id of the tokenizer's special tokens
     """
@@ -329,11 +330,12 @@ def tool_grammar(
 ) -> GrammarSpec | None:
     """Return the grammar of a request's tool choice; None if nothing needs to be enforced.
 
-    required: at least one call and nothing else. Otherwise auto: strict tools and custom tools with a format are
-    enforced.
+    required: at least one call and nothing else. False: auto mode, in which strict tools and custom tools with a format
+      are enforced
     parallel: more than one call is allowed
     answer: JSON schema of an answer; the output is calls or this answer. Only in auto mode.
-    limited: the model sees tools that it may not call, so a call is enforced to name one of `tools`
+    limited: the model sees tools that it may not call, so a call must name one of `tools`
+
     Raises InvalidSchemaError (param tools).
     """
     if not tools:
@@ -397,9 +399,7 @@ class _Builder:
         return f"(/[ \\n]{{1,2}}/)? {self._calls(0)}"
 
     def auto(self) -> str:
-        """Match free text with optional calls. The text before them ends with the trigger, the first characters of a
-        call.
-        """
+        """Match free text with optional calls. The text before a call ends with the trigger, its first characters."""
         trigger = self.format.trigger
         if not trigger:
             return f"{self._calls(0)} | {self.writer.rule(_NO_CALL, terminal=True)}"
@@ -407,8 +407,9 @@ class _Builder:
         return f"{self.writer.text_until(trigger)} {self._calls(len(trigger))} {tail} | {tail}"
 
     def channels(self, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
-        """Harmony's channels: reasoning may come first; in auto mode an answer may replace the call. Without tools
-        there is no call.
+        """Match harmony's channels. Reasoning may come first; in auto mode an answer may replace the call.
+
+        Without tools there is no call.
         """
         writer, calls = self.writer, [self._calls(0)] if self.tools else []
         analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}"
@@ -429,7 +430,7 @@ class _Builder:
     def _any_call(self, skip: int) -> str:
         try:
             return self.writer.rule(one_of([self._call(tool, skip) for tool in self.tools]))
-        except InvalidSchemaError as error:  # of a part that a format of answers may have too
+        except InvalidSchemaError as error:  # about a part that a format of answers may have too
             raise InvalidSchemaError(error.message, param="tools") from None
 
     def _call(self, tool: GrammarTool, skip: int) -> str:
@@ -447,7 +448,7 @@ class _Builder:
                 return _python_call(self.writer, tool)
 
 
-_OPENS_CALL = r"/\s*(\[?\s*\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()(.|\n)*/"  # of the formats without a trigger
+_OPENS_CALL = r"/\s*(\[?\s*\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()(.|\n)*/"  # in formats without a trigger
 _NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be mistaken for a call
 
 
@@ -517,7 +518,7 @@ def _tagged_call(call: TaggedCall, writer: LarkWriter, tool: GrammarTool, skip: 
 
 
 def _value(writer: LarkWriter, call: TaggedCall, schema: Any, ends: Sequence[str], *, exact: bool) -> str:
-    """Match one value and what closes it: strings are written without quotes, anything else as JSON.
+    """Match one value and its closing text. Strings are written without quotes, anything else as JSON.
 
     A text that the parser may read as more than one value cannot be written. ends: as in TaggedCall
     """
@@ -544,7 +545,7 @@ def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
         for name, part, _ in parameters
     ]
 
-    rest = {"": "", comma: ""}  # the parameters behind, by the separator before them
+    rest = {"": "", comma: ""}  # the later parameters, by the separator before them
     for value, (_, _, required) in zip(reversed(values), reversed(parameters), strict=True):
         written = {separator: f"{separator} {value} {rest[comma]}" for separator in rest}
         rest = {

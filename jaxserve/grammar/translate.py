@@ -1,4 +1,4 @@
-"""Translate what a request may ask for (schema, regex, choices, EBNF, GBNF, Lark) into what llguidance compiles."""
+"""Translates the constraints of a request (schema, regex, choices, EBNF, GBNF, Lark) into grammars for llguidance."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ascii_classes(pattern: str) -> str:
     Inside a class, `[`, `&&`, `~~` and `--` are escaped: they are characters, not operators as in Rust.
     """
     out: list[str] = []
-    opening = ""  # of the class that is open
+    opening = ""  # the opening of the class that is open
     at = 0
     while at < len(pattern):
         piece = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
@@ -167,7 +167,7 @@ def _terminals(rules: dict[str, Tokens]) -> set[str]:
 
 
 def _body(body: Tokens, names: dict[str, str]) -> str:
-    """Return the right side of a rule; an alternative without anything in it is the empty text."""
+    """Return the right side of a rule. An empty alternative is the empty text."""
     written = [""]
     for before, (kind, text) in pairwise([("mark", "|"), *body, ("mark", "|")]):
         if before in _OPENINGS and (kind, text) in _CLOSINGS:
@@ -191,7 +191,7 @@ _CLOSINGS = (("mark", "|"), ("mark", ")"))
 
 
 def _class(text: str) -> str:
-    """Return the inside of a class for a regex: each character that is no letter or digit is written by its number."""
+    """Return the inside of a class for a regex, with every character but letters and digits written by its number."""
     chars = list(_chars(text))
     negated, at, out = chars[0] == ("^", False), 0, ""
     chars = chars[negated:]
@@ -233,9 +233,9 @@ def _error(message: str) -> InvalidSchemaError:
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_ALTERNATIVES = 4096
-MAX_INTEGER = 2**53  # of enum and const: llguidance rounds larger ones, and crashes at some near -2**63
+MAX_INTEGER = 2**53  # in enum and const: llguidance rounds larger integers, and crashes at some near -2**63
 HIDDEN = "\ufdd0"  # a noncharacter of Unicode, not allowed in interchange
-# a special token's name in a Lark grammar, or what may contain the same characters: a comment, a text, a pattern
+# a special token's name in a Lark grammar, or a comment, text or pattern, which may contain the same characters
 _LARK_NAME = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(?P<name><(?!\[)[^<>\s]+>)')
 _LEAST_INTEGER = -(2**63) + 1024  # the next float64 above the least int64
 # white space between JSON tokens: enough for pretty printing, but bounded
@@ -283,7 +283,7 @@ def choice_spec(choices: list[str]) -> GrammarSpec:
 def json_schema_part(schema: Mapping[str, Any] | bool, *, exact: bool = True) -> str:
     """Return a JSON schema as a part of a Lark grammar.
 
-    exact: raise InvalidSchemaError for what llguidance does not enforce; else leave it out
+    exact: raise InvalidSchemaError for keywords that llguidance does not enforce; else leave them out
     """
     return "%json " + json.dumps({**_checked_schema(schema), "x-guidance": {**JSON_OPTIONS, "lenient": not exact}})
 
@@ -295,7 +295,7 @@ def check_depth(schema: Any) -> None:
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
-    """Return `schema` with additionalProperties false in each object that lists properties and does not mention others.
+    """Return `schema` with additionalProperties false in each object that lists properties and does not set it.
 
     Raises InvalidSchemaError if it is nested too deep.
     """
@@ -351,7 +351,7 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
 
 
 def _without_idle(schema: Any) -> Any:
-    """Return a schema without the keywords that forbid nothing, of which llguidance cannot read some."""
+    """Return a schema without the keywords that forbid nothing, because llguidance cannot read some of them."""
     if isinstance(schema, list):
         return [_without_idle(item) for item in schema]
     if not isinstance(schema, dict):
@@ -369,7 +369,7 @@ def _without_idle(schema: Any) -> Any:
 
 
 def _bound(key: str, value: Any) -> Any:
-    """Return a bound as llguidance can enforce it: it fails at the least int64, and takes bounds as float64."""
+    """Return a bound that llguidance can enforce: it fails at the least int64, and reads bounds as float64."""
     at_least = key in ("minimum", "exclusiveMinimum")
     return _LEAST_INTEGER if at_least and _is_real(value) and -(2**63) - 1 <= value < _LEAST_INTEGER else value
 
@@ -379,7 +379,7 @@ def _takes_any(schema: Any) -> bool:
 
 
 def _takes_any_name(schema: Any) -> bool:
-    """Return whether a schema takes every text, as names of properties are."""
+    """Return whether a schema allows every text, and so every name of a property."""
     if not isinstance(schema, dict):
         return schema is True
     kinds = schema.get("type", "string")
@@ -394,7 +394,7 @@ def _is_no_limit(value: Any) -> bool:
 
 
 def _is_end_of_floats(value: Any) -> bool:
-    """Return whether a bound is the largest float32 or float64, perhaps rounded: it is that of a type."""
+    """Return whether a bound is the largest float32 or float64, perhaps rounded, so that it only names a type."""
     return _is_real(value) and (3.4028e38 <= abs(value) <= 3.4029e38 or abs(value) >= 1.7976e308)
 
 
@@ -428,7 +428,7 @@ def _walk(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _refuse(part: dict[str, Any], *, old_draft: bool) -> None:
-    """Refuse what llguidance accepts without enforcing it, or enforces differently from common validators."""
+    """Refuse keywords that llguidance accepts and does not enforce, or enforces differently from common validators."""
     options = part.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient"):
         raise InvalidSchemaError("x-guidance.lenient is not allowed", param="response_format")
@@ -454,7 +454,7 @@ def _hidden(piece: re.Match[str]) -> str:
 
 
 def hidden_name(text: str) -> str:
-    """Return the name by which matchers know a special token, which no text of a client spells."""
+    """Return the name of a special token in matchers, which no text of a client spells."""
     return f"{text[:-1]}{HIDDEN}{text[-1:]}"
 
 

@@ -27,12 +27,12 @@ from jaxserve.types.sampling import GrammarSpec
 
 STACK_BYTES = 4 << 20  # half of the stack of the engine's threads: a grammar that would overflow them fails here first
 MAX_MESSAGE = 1500  # characters of an error message
-MAX_GRAMMAR_BYTES = 4 << 20  # of a grammar as sent to the engine; escapes make a source up to six times as long
+MAX_GRAMMAR_BYTES = 4 << 20  # bytes of a grammar for the engine; escapes make a source up to six times as long
 PIPE_BYTES = 1 << 16  # bytes per read
 
 
 class GrammarSetup(msgspec.Struct, tag=True):
-    """wall_seconds and cpu_seconds limit one check; memory_bytes is what it may use beside the tokenizer."""
+    """The tokenizer and the limits of one check. memory_bytes: memory that it may use beside the tokenizer"""
 
     tokenizer_json: str
     vocab_size: int
@@ -48,7 +48,7 @@ class Check(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Cancels a check: its child is killed."""
+    """Cancels a check, whose child is killed."""
 
     id: int
 
@@ -56,9 +56,8 @@ class Cancel(msgspec.Struct, tag=True):
 class Verdict(msgspec.Struct, tag=True):
     """The result of a check.
 
-    error: why it failed; None if the grammar was built and allows a first token. `grammar` is then what the engine
-    uses.
-    failed: the worker itself failed. busy: wall_seconds ran out, which may be due to the machine's load.
+    error: why it failed; None if the grammar was built and allows a first token. The engine then uses `grammar`.
+    failed: the worker itself failed. busy: wall_seconds ran out, which may be due to the machine's load
     """
 
     id: int
@@ -89,7 +88,7 @@ def parser_limits() -> llguidance.LLParserLimits:
 def build_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> llguidance.LLTokenizer:
     """Return the tokenizer for matchers. No text becomes a special token in it; a grammar names one by its id or name.
 
-    vocab_size: the model's, which may be padded beyond the tokenizer's
+    vocab_size: number of the model's logits, which may be padded beyond the tokenizer's vocabulary
     eos_token_ids: if empty, the ids of tokens whose texts usually end an output
     """
     text, ends = _with_hidden_tokens(tokenizer_json)
@@ -97,10 +96,11 @@ def build_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: list[in
 
 
 def _with_hidden_tokens(tokenizer_json: str) -> tuple[str, list[int]]:
-    """Return tokenizer.json with other names for its special tokens, and the ids of those that usually end an output.
+    """Return tokenizer.json with other names for its special tokens, and the ids of the usual ends of an output.
 
-    llguidance tokenizes the text that a grammar prescribes, and expects exactly these tokens. Under its own name a
-    special token, whose characters are no text to the grammar, would be among them wherever a client's text spells it.
+    llguidance tokenizes the text that a grammar prescribes, and expects exactly these tokens. The characters of a
+    special token are not text to the grammar. Under its own name it would be among these tokens wherever a client's
+    text spells it.
     """
     tree = json.loads(tokenizer_json)
     special = [token for token in tree["added_tokens"] if _is_special(token)]
@@ -123,7 +123,7 @@ def _with_hidden_tokens(tokenizer_json: str) -> tuple[str, list[int]]:
 
 
 def _is_special(token: dict[str, Any]) -> bool:
-    """Return whether llguidance treats the characters of an added token as no text."""
+    """Return whether llguidance treats the characters of an added token as something else than text."""
     text = token["content"]
     return (token["special"] or (text.startswith("<") and text.endswith(">"))) and not _BYTE_TOKEN.fullmatch(text)
 

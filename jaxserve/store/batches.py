@@ -3,7 +3,7 @@
 Every function takes the connection first and runs inside one transaction or read. A transition that is not legal from
 the current state changes nothing and returns that. Only the transition into a state writes the state's `*_at` column.
 
-owner: the API key that asks. It sees only its own batches; None sees those of all keys.
+owner: the API key that asks, which sees only its own batches; None: see all
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def live_batches(connection: sqlite3.Connection) -> list[str]:
 
 
 def move(connection: sqlite3.Connection, batch_id: str, source: BatchStatus, target: BatchStatus, now: int) -> bool:
-    """Change the state of a batch; return False, with nothing changed, if it is no longer in `source`.
+    """Change the state of a batch. Return False, with nothing changed, if it is not in `source` any more.
 
     Raises ValueError if the transition is not legal.
     """
@@ -130,7 +130,7 @@ def start(connection: sqlite3.Connection, batch_id: str, total: int, model: str 
 def fail(
     connection: sqlite3.Connection, batch_id: str, source: BatchStatus, errors: Sequence[BatchError], now: int
 ) -> bool:
-    """Change validating, or in_progress whose input is lost, -> failed."""
+    """Change validating, or in_progress if the input is lost, -> failed."""
     if not move(connection, batch_id, source, BatchStatus.FAILED, now):
         return False
     data = json.dumps([asdict(error) for error in errors])
@@ -139,9 +139,7 @@ def fail(
 
 
 def cancel(connection: sqlite3.Connection, batch_id: str, now: int, owner: str | None) -> BatchRecord:
-    """Change to cancelling. A second cancel changes nothing. Raises ConflictError once the batch has ended
-    otherwise.
-    """
+    """Change to cancelling. A second cancel changes nothing. Raises ConflictError if it ended in another way."""
     batch = get_batch(connection, batch_id, owner)
     if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         return batch

@@ -1,18 +1,17 @@
-"""The SQLite file: its version, the lease, and the two threads that touch it.
+"""The SQLite file of a store: its tables, its version, its lease, its condition, and the two threads that touch it.
 
 One thread writes and one reads; each owns its connection. A write is one transaction that begins by checking the
-epoch: a process that lost the lease can read, and nothing else. Commits are durable when they return (WAL,
-synchronous=FULL). If the disk is full, the log is folded into the database and cut, which may give the room that a
-write needs. Once a damaged page was met nothing is written any more. database.py has the tables; files.py, batches.py,
-responses.py, items.py and threads.py know what their rows mean.
+epoch: a process that lost the lease can only read. Commits are durable when they return (WAL, synchronous=FULL). If the
+disk is full, the log is folded into the database and cut, which may free the room that a write needs. Once a damaged
+page was met nothing is written any more.
 
-Track whether the store can be written, for /health, the metrics and the log.
+    StoreCondition    whether the store can be written, for /health, the metrics and the log
+    find_damage       checks a database before anything is read from it; store_error tells damage from a bad disk
+    DirectoryLock     lets one server use a directory; the kernel drops the lock when its process dies, however it dies
+    SCHEMA            the tables, and the steps that upgrade a database of an earlier version
+    Database          the open file
 
-Check a store's database before anything is read from it, and tell damage from a disk that cannot be used.
-
-One store directory, one server: an advisory lock that the kernel drops when its process dies, however it dies.
-
-The tables of a store's database, and what makes a database of an earlier version one of this.
+files.py, batches.py, responses.py, items.py and threads.py know the meaning of the rows.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ConditionLog:
         self._lock = threading.Lock()
 
     def failed(self, error: HTTPError) -> None:
-        """Note that a write or a read failed with `error`."""
+        """Record that a write or a read failed with `error`."""
         match error:
             case StoreDamagedError():
                 status, level = "damaged", logging.CRITICAL
@@ -70,7 +69,7 @@ class ConditionLog:
         logger.log(level, "the store is %s: %s", status, error.message)
 
     def succeeded(self) -> None:
-        """Note that a write is durable."""
+        """Record that a write is durable."""
         if self.now.status in ("ok", "damaged"):
             return
         with self._lock:
@@ -93,7 +92,7 @@ DAMAGED = "The server's store is damaged and cannot be changed until it is repai
 
 
 def find_damage(connection: sqlite3.Connection) -> str | None:
-    """Return what is wrong with a database; None if nothing is. Reads all of it.
+    """Return the damage of a database; None if there is none. Reads all of it.
 
     Raises sqlite3.Error if it cannot be read at all.
     """
@@ -118,21 +117,21 @@ def _columns(connection: sqlite3.Connection) -> set[str]:
 
 
 def store_error(error: sqlite3.Error) -> HTTPError | None:
-    """Return the error for clients that an error of SQLite means; None for a bug of ours."""
+    """Return the error for clients that an error of SQLite means; None for a bug of this package."""
     code = getattr(error, "sqlite_errorcode", -1)
     primary = code & 0xFF
     if primary == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE:  # the second: no room for its index
         return DiskFullError("The server's disk is full.")
     if primary in DISK_CODES:
         return StorageError(f"The server's store cannot be written: {error}.")
-    # An OperationalError that is not the disk's: a table is gone, or a text is not UTF-8.
+    # An OperationalError that the disk did not cause: a table is gone, or a text is not UTF-8.
     if isinstance(error, sqlite3.OperationalError) or primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return StoreDamagedError(DAMAGED)
     return None
 
 
 class DirectoryLock:
-    """Hold `<directory>/lock` until `release`. Raises ConfigError if another process holds it."""
+    """Holds `<directory>/lock` until `release`. Raises ConfigError if another process holds it."""
 
     def __init__(self, directory: Path) -> None:
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -227,7 +226,7 @@ CREATE TABLE idempotency (
 );
 """
 
-# Responses and conversations. A response keeps its own input only; `previous_id` leads to what was before.
+# Responses and conversations. A response keeps only its own input; `previous_id` leads to the response before it.
 _RESPONSES = """
 CREATE TABLE responses (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -300,7 +299,7 @@ CREATE INDEX thread_turns_thread ON thread_turns (thread);
 
 SCHEMA = _FILES_AND_BATCHES + _RESPONSES + _THREADS
 
-# What makes a database of this version one of the next.
+# The statements that upgrade a database of each version to the next.
 MIGRATIONS = {
     1: """
 ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT '';
@@ -344,7 +343,7 @@ class LeaseLostError(ServerError):
 
 
 class Database:
-    """An open store database. Raises ConfigError where the file is damaged or of a newer version."""
+    """An open store database. Raises ConfigError if the file is damaged or of a newer version."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path = path
@@ -394,7 +393,7 @@ class Database:
         return epoch
 
     def _keep_copy(self, version: int) -> None:
-        """Keep a copy of the database for the jaxserve that wrote it, and say so: no later one makes it old again."""
+        """Keep a copy of the database for the jaxserve that wrote it, and log that, because no upgrade is undone."""
         copy = self._path.with_name(copy_name(self._path.name, version))
         unfinished = copy.with_name(f"{copy.name}.unfinished")
         self._disk.unlink(unfinished)
@@ -424,7 +423,7 @@ class Database:
 
     @contextlib.contextmanager
     def scan(self) -> Iterator[sqlite3.Connection]:
-        """Return a connection of its own for a long read. Raises as `read`."""
+        """Open a separate connection for a long read. Raises as `read` does."""
         with self._noted(), contextlib.closing(self.connect_reader()) as connection:
             yield connection
 
@@ -483,7 +482,7 @@ class Database:
         try:
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.Error:
-            return False  # the database itself has to grow for it, and cannot
+            return False  # the database itself would have to grow, and cannot
         return log.stat().st_size < before
 
     def _transaction(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -501,7 +500,7 @@ class Database:
                     connection.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Finish what is queued, then close. The last writer folds the log into the database."""
+        """Finish the queued work, then close. The last writer folds the log into the database."""
         for executor, connection in ((self._reading, self._reader), (self._writing, self._writer)):
             executor.submit(connection.close).result()
             executor.shutdown()
@@ -527,7 +526,7 @@ def _configure(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def _known_errors() -> Iterator[None]:
-    """Convert errors of SQLite and of the system to StorageError or StoreDamagedError; leave bugs as they are."""
+    """Convert errors of SQLite and of the system to StorageError or StoreDamagedError. Bugs pass unchanged."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:

@@ -1,12 +1,11 @@
-"""Write bytes durably, and make files appear complete or not at all.
+"""A store's directory: durable writes in it, which directory may be used, which files are the store's, and its removal.
 
 Everything that must survive a crash goes through one `Disk`: writes, fsyncs, renames, removals and database commits.
-Tests pass a subclass that fails, or kills the process, at a chosen operation.
-
-A store's directory: which one may be used, what in it is the store's, and its removal.
+Tests pass a subclass that fails, or kills the process, at a chosen operation. Files appear complete or not at all
+(`PendingFile`).
 
 The mark, a file with a version, is written before anything else. A directory without it is used only if it is empty or
-holds a store of before the mark. Only files with a name that the store itself gives are ever removed.
+holds a store from before the mark. Only files with a name that the store itself gives are ever removed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jaxserve.errors import ConfigError, DiskFullError, StorageError
 
 
 class Disk:
-    """The real disk. Every method either has happened when it returns or raises OSError."""
+    """The real disk. An operation either has happened when its method returns, or the method raises OSError."""
 
     def create(self, path: Path) -> BinaryIO:
         """Return a new file for unbuffered writing; it must not exist."""
@@ -63,9 +62,8 @@ class PendingFile:
     """A file written under a temporary name; `publish` makes it durable under its own name.
 
     Writes are gathered into blocks of `BLOCK` bytes. Every OSError becomes StorageError, after which only `discard` may
-    be
-    called: after a failed fsync the content of the disk is unknown, so the file must be written again from the start.
-    One thread may discard the file while another writes it.
+    be called: after a failed fsync the content of the disk is unknown, so the file must be written again from the
+    start. One thread may discard the file while another writes it.
     """
 
     BLOCK = 2**20
@@ -113,9 +111,7 @@ class PendingFile:
                 raise storage_error(error) from error
 
     def discard(self, *, published: bool) -> None:
-        """Remove the temporary file or, on request, the published one. What cannot be removed is removed at next
-        start.
-        """
+        """Remove the temporary file or, if `published`, the published one. The next start removes it if this fails."""
         with self._lock:
             try:
                 self._file.close()
@@ -156,7 +152,7 @@ _OF_FILE_SYSTEMS = {"lost+found"}  # in the root of a volume
 
 
 def check_usable(directory: Path) -> None:
-    """Raises ConfigError for a directory that is neither new nor a store, and OSError."""
+    """Check that a directory is new or a store. Raises ConfigError if it is neither, and OSError."""
     if not directory.exists() or (directory / MARK).is_file():
         return
     if _is_new(directory) or _is_old_store(directory / DATABASE):
@@ -195,7 +191,7 @@ def own_files(directory: Path, kind: str) -> Iterator[Path]:
 
 
 def remove(directory: Path) -> None:
-    """Remove a store that is closed. What is not the store's stays, with the directories above it."""
+    """Remove a closed store. Files that the store did not make stay, with the directories above them."""
     paths = [path for kind in (FILES, TMP) for path in own_files(directory, kind)]
     paths += [path for path in directory.iterdir() if _COPY.fullmatch(path.name)]
     for path in [*paths, *(directory / name for name in _OWN_FILES - {MARK}), directory / MARK]:
@@ -206,7 +202,7 @@ def remove(directory: Path) -> None:
 
 
 def _is_new(directory: Path) -> bool:
-    """Return whether nothing is there but what a start that was cut short may have left."""
+    """Return whether a directory has only files that a start which was cut short may have left."""
     for path in directory.iterdir():
         if path.name in _OWN_NAMES:
             if set(path.iterdir()) - set(own_files(directory, path.name)):
@@ -217,7 +213,7 @@ def _is_new(directory: Path) -> bool:
 
 
 def _is_old_store(database: Path) -> bool:
-    """Return whether a database is one of ours. It may belong to another program, so it is only read."""
+    """Return whether a database belongs to a store. It may be another program's, so it is only read."""
     if not database.is_file():
         return False
     try:

@@ -3,7 +3,7 @@
 A deleted or expired file is hidden at once. Its bytes are kept while an unfinished batch reads them. Its row is kept
 for 30 days, so that a client can page on from a file that it has deleted.
 
-owner: the API key that asks. It sees only its own files; None sees those of all keys.
+owner: the API key that asks, which sees only its own files; None: see all
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _place(connection: sqlite3.Connection, holder: str, side: str, item_id: str)
 
 
 def find_items(connection: sqlite3.Connection, item_ids: Sequence[str], owner: str | None) -> dict[str, bytes]:
-    """Return the bodies of those of the owner's items that there are, by id.
+    """Return the bodies of the owner's items by id. Missing items are left out.
 
     Raises InvalidValueError if they are too large, each counted as often as it is named.
     """
@@ -153,9 +153,7 @@ def conversation_page(connection: sqlite3.Connection, conversation_id: str, quer
 
 
 def conversation_history(connection: sqlite3.Connection, conversation_id: str, owner: str | None) -> History:
-    """Return the items of a conversation. Raises NotFoundError, and InvalidValueError if the answers in it have made it
-    too large.
-    """
+    """Return the items of a conversation. Raises NotFoundError, and InvalidValueError if answers made it too large."""
     held = get_conversation(connection, conversation_id, owner)
     check_bytes(held.bytes, "conversation")
     return History(tuple(items_of(connection, conversation_id)), 0, held.bytes)
@@ -188,7 +186,7 @@ def delete_item(
 
 
 def check_bytes(size: int, param: str) -> None:
-    """Raises InvalidValueError if items are larger than a chain or a conversation may be."""
+    """Raise InvalidValueError if items are larger than a chain or a conversation may be."""
     if size > MAX_HISTORY_BYTES:
         message = f"The conversation would have {size} bytes; this server keeps at most {MAX_HISTORY_BYTES}."
         raise InvalidValueError(message, param=param)

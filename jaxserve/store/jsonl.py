@@ -1,4 +1,4 @@
-"""Read JSON lines from a file of any size: one line in memory at a time, each limited in size."""
+"""Reads JSON lines from a file of any size: one line in memory at a time, each limited in size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 READ_BYTES = 2**20
-ANY_LENGTH = 2**62  # for a file that was accepted, perhaps under a higher limit on a line than the one of now
+ANY_LENGTH = 2**62  # for a file that was accepted, perhaps when the limit on a line was higher
 
 
 class Line(NamedTuple):
@@ -40,7 +40,7 @@ def _skip_line(file: BinaryIO) -> None:
 
 
 def is_utf8(data: bytes) -> bool:
-    """Check in pieces whether bytes are UTF-8: decoding at once could take four times their size."""
+    """Return whether bytes are UTF-8. They are checked in pieces: decoding all could take four times their size."""
     if data.isascii():
         return True
     decoder = codecs.getincrementaldecoder("utf-8")()

@@ -1,8 +1,7 @@
-"""The plain data of the store: files, batches, results of batch requests, and the legal transitions of a batch's state.
+"""The plain data of the store: files, batches and the legal transitions of their states, responses, conversations.
 
-No SQL, no HTTP, no JSON: both the store and api/ read this. Times are whole Unix seconds.
-
-The plain data of stored responses and conversations. An item or object of the API is kept as its JSON bytes.
+No SQL, no HTTP, no JSON: both the store and api/ read this. Times are whole Unix seconds. An item or object of the API
+is kept as its JSON bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class BatchStatus(enum.StrEnum):
 
 TERMINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
 
-# Cancelling is possible until the output is published: a cancel that meets `finalizing` wins if it commits first.
+# Cancelling is possible until the output is published. A cancel during `finalizing` wins if it commits first.
 EDGES: dict[BatchStatus, frozenset[BatchStatus]] = {
     BatchStatus.VALIDATING: frozenset({BatchStatus.FAILED, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING}),
     BatchStatus.IN_PROGRESS: frozenset(
@@ -58,7 +57,7 @@ EDGES: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Why a batch failed. `line` is the 1-based line of the input file, None if the error is not of one line."""
+    """Why a batch failed. `line` is the 1-based line of the input file; None if the error concerns no single line."""
 
     code: str
     message: str
@@ -140,9 +139,9 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """Which part of a list to return: up to `limit` objects that follow the one with the id `after`.
+    """Which part of a list to return: up to `limit` objects after the object with the id `after`.
 
-    owner: the API key that asks. It sees only its own objects; None sees all.
+    owner: the API key that asks, which sees only its own objects; None: see all
     """
 
     limit: int
@@ -165,7 +164,7 @@ class Page(Generic[T]):
 RESPONSE_SECONDS = 30 * 24 * 3600  # as at OpenAI
 EVENT_SECONDS = 3600  # the events of a background response are kept so long after its end
 MAX_TURNS = 1000  # responses in a chain
-MAX_HISTORY_BYTES = 32 * 2**20  # of the items of a chain or a conversation
+MAX_HISTORY_BYTES = 32 * 2**20  # bytes of the items of a chain or a conversation
 MAX_QUEUED = 10_000  # background responses that wait or run
 
 
@@ -184,7 +183,7 @@ class ResponseStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item of a response or a conversation. body: its JSON, with the id"""
+    """An item of a response or a conversation. body: its JSON with the id"""
 
     id: str
     body: bytes
@@ -196,7 +195,7 @@ class StoredItem:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What comes before the input of a response. turns: responses in it; bytes: of its items"""
+    """The items before the input of a response. turns: number of responses in it. bytes: size of its items"""
 
     items: tuple[StoredItem, ...] = ()
     turns: int = 0
@@ -207,7 +206,7 @@ class History:
 class NewResponse:
     """A response to store.
 
-    input: its own items only; history: what was before, if it continues a response
+    input: only its own items. history: the items before them, if it continues a response
     body: the Response object without its output
     request: the body of the request of a background response
     logged: its events are kept
@@ -241,7 +240,7 @@ class ResponseRecord:
 
 @dataclass(frozen=True, slots=True)
 class QueuedResponse:
-    """A background response that is to run. size: bytes of all that it is made from"""
+    """A background response that is to run. size: bytes of its input, history and request"""
 
     id: str
     size: int
@@ -249,7 +248,7 @@ class QueuedResponse:
 
 @dataclass(frozen=True, slots=True)
 class ConversationRecord:
-    """A conversation. bytes: of its items"""
+    """A conversation. bytes: size of its items"""
 
     id: str
     owner: str

@@ -1,9 +1,7 @@
-"""SQL of responses and their events. Every function takes the connection first and runs inside a transaction or a read.
+"""Stored responses and their events: SQL of responses, and `ResponseStore`, its transactions with items.py.
 
-A foreground response is inserted when it has ended. A background response is inserted with the status `queued`.
-`owner` as in files.py.
-
-Stored responses and conversations: transactions over responses.py and items.py.
+Every SQL function takes the connection first and runs inside a transaction or a read. A foreground response is inserted
+when it has ended. A background response is inserted with the status `queued`. `owner` as in files.py.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def insert_response(
 ) -> None:
     """Insert a response with its items and first events (number, JSON). Raises QueueFullError if too many wait.
 
-    One that continues a response which is gone by now is inserted all the same: its client has its answer.
+    If it continues a response that is gone by now, it is inserted all the same, because its client has its answer.
     """
     if not new.status.ended and live_count(connection) >= MAX_QUEUED:
         raise QueueFullError(f"{MAX_QUEUED} background responses wait or run. Try again later.")
@@ -263,7 +261,7 @@ def cancel_response(
 def recover(connection: sqlite3.Connection, first_events: int, now: int) -> None:
     """Decide about the responses that an earlier server left running.
 
-    Those whose events no client read are queued again. The others failed: a second run would contradict what was read.
+    If no client has read its events, a response is queued again. Else it failed: a second run would contradict them.
     """
     rows = connection.execute("SELECT id, seen, body FROM responses WHERE status = 'in_progress'").fetchall()
     for response_id, seen, body in rows:
@@ -285,7 +283,7 @@ def add_events(connection: sqlite3.Connection, response_id: str, events: Sequenc
 
 
 def events_after(connection: sqlite3.Connection, response_id: str, number: int, limit: int) -> list[tuple[int, bytes]]:
-    """Return up to `limit` events (number, JSON) that follow the one with `number`."""
+    """Return up to `limit` events (number, JSON) after the event `number`."""
     return connection.execute(
         "SELECT number, body FROM response_events WHERE response_id = ? AND number > ? ORDER BY number LIMIT ?",
         (response_id, number, limit),
@@ -334,7 +332,7 @@ def drop_events(connection: sqlite3.Connection, limit: int, now: int) -> int:
     return removed
 
 
-SWEEP_EVENTS = 2000  # removed in one transaction, so that no write waits long
+SWEEP_EVENTS = 2000  # events removed in one transaction, so that no write waits long
 SWEEP_RESPONSES = 50
 Whole = tuple[ResponseRecord, list[StoredItem]]  # a response and its output
 
@@ -344,7 +342,7 @@ class ResponseStore:
 
     A write is durable when it returns, and has changed nothing if it raises StorageError.
 
-    owner: the API key that asks, "" for the default key. It sees only its own objects; None sees all.
+    owner: the API key that asks, "" for the default key, which sees only its own objects; None: see all
     now: returns Unix seconds
 
     Raises NotFoundError for unknown ids, StorageError if the disk refuses, StoreDamagedError if stored data is damaged.
@@ -364,7 +362,7 @@ class ResponseStore:
         return await self._database.read(items.conversation_history, conversation_id, owner)
 
     async def find_items(self, item_ids: Sequence[str], *, owner: str | None) -> dict[str, bytes]:
-        """Return the bodies of the items that there are, by id."""
+        """Return the bodies of the items by id. Missing items are left out."""
         return await self._database.read(items.find_items, item_ids, owner)
 
     # responses
@@ -395,7 +393,10 @@ class ResponseStore:
     # background responses, as their runner uses them
 
     async def recover(self, first_events: int) -> None:
-        """Queue or end what an earlier server left running. first_events: so many events are of the queueing."""
+        """Queue or end the responses that an earlier server left running.
+
+        first_events: number of events that were made by queueing
+        """
         await self._database.write(recover, first_events, self.now())
 
     async def queued(self, limit: int) -> list[QueuedResponse]:
@@ -406,7 +407,7 @@ class ResponseStore:
         return await self._database.read(busy_conversations)
 
     async def start(self, response_id: str) -> tuple[ResponseRecord, bytes, list[StoredItem]] | None:
-        """Begin a queued response: the response, its request and its input. None if it is not queued any more."""
+        """Begin a queued response. Return it, its request and its input; None if it is not queued any more."""
         return await self._database.write(start_response, response_id, self.now())
 
     async def add_events(self, response_id: str, events: Sequence[tuple[int, bytes]]) -> None:
@@ -456,7 +457,7 @@ class ResponseStore:
     # housekeeping
 
     async def sweep(self) -> None:
-        """Remove expired responses, and the events of those that ended an hour ago."""
+        """Remove expired responses, and the events of responses that ended an hour ago."""
         now = self.now()
         while await self._database.write(drop_events, SWEEP_EVENTS, now) == SWEEP_EVENTS:
             pass

@@ -9,10 +9,8 @@
 A crash can leave bytes without a row or a row without bytes. Opening the store removes both. Files that the store did
 not make are left alone. No code outside this folder uses SQL.
 
-Writing a finished batch's output and error files from the stored results.
-
-Lines stand in the order of the input. A line without a result (the batch expired or was cancelled) goes to the error
-file, in the words of `missing_line`.
+`write_results` writes a finished batch's output and error files from the stored results, in the order of the input. A
+line without a result (the batch expired or was cancelled) goes to the error file, in the words of `missing_line`.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ PAGE_LINES = 256
 
 
 class OutputFiles:
-    """The two files of one batch while they are written; each exists only if it has a line."""
+    """The two files of one batch while they are written. Each exists only if it has a line."""
 
     def __init__(self, output: Callable[[], PendingFile], errors: Callable[[], PendingFile]) -> None:
         self._open = {True: output, False: errors}
@@ -88,8 +86,11 @@ class OutputFiles:
             file.publish()
 
     def discard(self) -> None:
-        """Forget what is not published. A published file stays: if the commit that was to name it failed, only the
-        next start knows whether it counts, and until then a new attempt puts the same file in its place."""
+        """Forget the files that are not published.
+
+        A published file stays: if the commit that was to name it failed, only the next start knows whether it counts,
+        and until then a new attempt puts the same file in its place.
+        """
         for file in self._files.values():
             file.discard(published=False)
 
@@ -102,7 +103,7 @@ def write_results(
     max_line_bytes: int,
     missing_line: MissingLine | None,
 ) -> None:
-    """Copy every result and, with `missing_line`, every line that has none."""
+    """Copy every result and, with `missing_line`, write every line that has none."""
     results = stored_results(connection, batch_id)
     if missing_line is None:
         for _, succeeded, payload in results:
@@ -118,7 +119,7 @@ def write_results(
 
 
 def stored_results(connection: sqlite3.Connection, batch_id: str) -> Iterator[tuple[int, bool, bytes]]:
-    """(line, succeeded, payload) in order of lines, a page in memory at a time."""
+    """Yield (line, succeeded, payload) in order of lines, with one page in memory at a time."""
     last = 0
     while page := batches.results_after(connection, batch_id, last, PAGE_LINES):
         yield from page
@@ -134,8 +135,8 @@ class Store:
     A write is durable when it returns, and has changed nothing if it raises StorageError. Lists are in order of
     creation. They neither skip nor repeat an object while others are added or deleted.
 
-    owner: the API key that asks, "" for the default key. It sees only its own objects; None sees all.
-    clock: returns Unix seconds. thread_limits: of how long and how much of threads is kept
+    owner: the API key that asks, "" for the default key, which sees only its own objects; None: see all
+    clock: returns Unix seconds. thread_limits: limits on the time and size of stored threads
 
     Raises NotFoundError for unknown ids, StorageError if the disk refuses, StoreDamagedError if stored data is damaged;
     after that nothing is written. The constructor raises ConfigError if the directory cannot be used.
@@ -316,10 +317,10 @@ class Store:
         max_line_bytes: int,
         missing_line: MissingLine | None,
     ) -> BatchRecord | None:
-        """Write the output files and the final state, all or nothing. Returns None as `move_batch` returns False.
+        """Write the output files and the final state, all or nothing. Return None if `move_batch` would return False.
 
-        max_line_bytes: a longer line of the input is no request. missing_line: makes the line of the error file for a
-        request without a result; None: such requests get none.
+        max_line_bytes: a longer line of the input is not a request. missing_line: makes the line of the error file for
+        a request without a result; None: such requests get no line.
         """
         published = await asyncio.to_thread(self._publish, batch, target, max_line_bytes, missing_line)
         return await self.get_batch(batch.id) if published else None
@@ -349,7 +350,7 @@ class Store:
         self, output: OutputFiles, batch: BatchRecord, max_line_bytes: int, missing_line: MissingLine | None
     ) -> None:
         path = self.input_path(batch)
-        # it was cancelled before its input was checked, or the input is lost: no line can be named
+        # if it was cancelled before its input was checked, or the input is lost, no line can be named
         missing = missing_line if batch.in_progress_at and path.exists() else None
         with self._database.scan() as connection:
             write_results(output, connection, batch.id, path, max_line_bytes, missing)
@@ -431,7 +432,7 @@ class Upload:
 
 
 def _raise_of(left: dict[str, StorageError]) -> None:
-    """Raise the first of the errors of files that could not be removed."""
+    """Raise the first error of the files that could not be removed."""
     for error in left.values():
         raise error
 

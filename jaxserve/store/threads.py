@@ -16,13 +16,13 @@ from jaxserve.store.database import Database
 from jaxserve.store.files import OWNED
 from jaxserve.store.records import MAX_HISTORY_BYTES
 
-SWEEP_THREADS = 50  # removed in one transaction, so that no write waits long
+SWEEP_THREADS = 50  # threads removed in one transaction, so that no write waits long
 _PARAM = "thread.previous_message_id"
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadLimits:
-    """What is kept of threads. seconds: after a thread's last request. quota: bytes of all threads of an API key"""
+    """Limits on stored threads. seconds: time after a thread's last request. quota: bytes of all threads of a key"""
 
     seconds: int = 3600
     quota: int = 256 * 2**20
@@ -30,9 +30,9 @@ class ThreadLimits:
 
 @dataclass(frozen=True, slots=True)
 class ThreadHistory:
-    """What comes before a request that continues a thread.
+    """The conversation before a request that continues a thread.
 
-    head: JSON of what the request leaves out. turns: JSON lists of messages, oldest first
+    head: JSON of the fields that the request leaves out. turns: JSON lists of messages, oldest first
     """
 
     head: bytes
@@ -48,7 +48,7 @@ class ThreadStore:
 
     A write is durable when it returns, and has changed nothing if it raises StorageError.
 
-    owner: the API key that asks, "" for the default key. It sees only its own threads; None sees all.
+    owner: the API key that asks, "" for the default key, which sees only its own threads; None: see all
     now: returns Unix seconds
 
     Raises StorageError if the disk refuses, StoreDamagedError if stored data is damaged.
@@ -68,7 +68,10 @@ class ThreadStore:
         return await self._database.read(thread_history, reply_id, self._now(), owner)
 
     def claim(self, reply_id: str) -> Callable[[], None]:
-        """Note that a request continues a reply; return what ends that. Raises ThreadError if another one does."""
+        """Claim a reply for a request that continues it. Return the function that ends the claim.
+
+        Raises ThreadError if another request has claimed it.
+        """
         if reply_id in self._claimed:
             message = f"Another request is still continuing from thread.previous_message_id '{reply_id}'."
             raise ThreadError(message, param=_PARAM, code="thread_continue_in_flight")
@@ -124,7 +127,7 @@ def insert_thread(
 def extend_thread(
     connection: sqlite3.Connection, previous_id: str, turn: tuple[str, bytes], limits: ThreadLimits, now: int
 ) -> None:
-    """Append a turn (id of the reply, JSON) to the thread whose latest reply is `previous_id`, if there is one."""
+    """Append a turn (id of the reply, JSON) to the thread whose latest reply is `previous_id`, if it exists."""
     reply_id, body = turn
     row = connection.execute(
         """UPDATE threads SET last_id = ?, expires_at = ?, bytes = bytes + ? WHERE last_id = ?
@@ -139,8 +142,9 @@ def extend_thread(
 
 
 def _keep_quota(connection: sqlite3.Connection, seq: int, size: int, owner: str, quota: int) -> None:
-    """Drop the thread `seq` of `size` bytes if it is too large. Drop the owner's threads that were used longest ago
-    until the others fit in the quota.
+    """Drop the thread `seq` of `size` bytes if it is too large for the quota.
+
+    Then drop the owner's threads that were used longest ago until the others fit.
     """
     if size > min(MAX_HISTORY_BYTES, quota):
         connection.execute("DELETE FROM threads WHERE seq = ?", (seq,))

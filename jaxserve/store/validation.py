@@ -1,4 +1,4 @@
-"""Check a batch's input file in one streamed pass, before any request runs.
+"""Checks a batch's input file in one streamed pass, before any request runs.
 
 An error here names the line and makes the whole file invalid. An error of a single request (a wrong temperature, an
 unknown tool) is found by its route when it runs, and fails only that request. Bodies are not parsed into objects: only
@@ -35,7 +35,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True):
-    model: str | None = None  # as online: none means the server's first model
+    model: str | None = None  # None: the server's first model, as online
     stream: bool | None = None
     background: Any = None  # this and the next of Responses; other routes have no such field, so it may be anything
     conversation: Any = None
@@ -47,7 +47,7 @@ _BODY = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The outcome: `errors` is empty for a file that may run."""
+    """The outcome of a check. `errors` is empty if the file may run."""
 
     total: int
     model: str | None
@@ -61,7 +61,7 @@ def normalize_url(url: str) -> str:
 
 @dataclass
 class Validator:
-    """Check one file once.
+    """Checks one file once.
 
     endpoint: the route that every line must name; known_model: returns whether a model name is served
     """
@@ -74,7 +74,7 @@ class Validator:
     _first: bool = True
     _total: int = 0
     _errors: list[BatchError] = field(default_factory=list)
-    # digests instead of ids: 50,000 ids may be of any length
+    # digests instead of ids, because 50,000 ids may have any length
     _seen: set[bytes] = field(default_factory=set)
 
     def run(self, path: Path) -> Validation:
