@@ -162,6 +162,11 @@ def test_no_module_reaches_what_its_process_lacks() -> None:
     assert sorted(wrong) == []
 
 
+def test_the_template_worker_starts_with_few_modules() -> None:
+    """A first conversation in process waits for its start; numpy and asyncio took half of that."""
+    assert closure("jaxserve.text.template_worker") & {"numpy", "asyncio", "pydantic", "zmq"} == set()
+
+
 def test_no_module_that_runs_data_as_code() -> None:
     assert [m for m, path in MODULES.items() if any(within(name, RUNS_DATA) for name in imports(path))] == []
 

@@ -34,7 +34,7 @@ from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
 from jaxserve.log import tell
 from jaxserve.store import Store, ThreadLimits
-from jaxserve.transport.child import EngineChild
+from jaxserve.transport.engine_child import EngineChild
 
 logger = logging.getLogger(__name__)
 

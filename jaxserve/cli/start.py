@@ -17,7 +17,7 @@ from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import check_hosts
 from jaxserve.log import configure_logging, tell
 from jaxserve.model_files import check_local_model, local_directory
-from jaxserve.transport.child import ENGINE_MODULE, EngineChild
+from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
 from jaxserve.version import __version__
 
 DEMO = "the embedded demo model"

@@ -30,7 +30,7 @@ import zmq.asyncio
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.system import Platform, platform_of
-from jaxserve.transport.child import ENGINE_MODULE, EngineChild
+from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
 from jaxserve.transport.shared_state import Pulse
 from jaxserve.transport.socket_directory import SHARED_MEMORY, sweep
 from jaxserve.types.messages import (

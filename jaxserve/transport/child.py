@@ -1,4 +1,6 @@
-"""Child processes of this package: how they are started, the frames on their pipes, and the engine process.
+"""Child processes of this package: how they are started, and the frames on their pipes.
+
+Without asyncio and numpy, which would double the start of a template worker.
 
 `python_command` and `child_environment` start a child such that nothing is imported from the working directory, which
 `python -m` puts first on the import path. A model directory may contain `zmq.py`, and the operator may run the server
@@ -6,28 +8,20 @@ there. PYTHONPATH is used without its empty entries, which also mean the working
 
 Frames are length-prefixed messages over pipes: 4 bytes of length, big-endian, then the body. `limit_memory` is the
 limit that a child sets itself before risky work.
-
-`EngineChild` is an engine process as its parent sees it: the process, its private directory, and the stdin that keeps
-it alive. It may be started before the parent has an event loop, so that both import their modules at the same time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
-import signal
 import struct
-import subprocess
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO
 
 import msgspec
-
-from jaxserve.transport.socket_directory import SocketDirectory
 
 MAX_CHILD_FRAME = 256 * 2**20  # bytes; a tokenizer.json may have 30 MB
 HEAD_BYTES = 4
@@ -135,82 +129,3 @@ def without_empty_entries(path: list[str], environ: Mapping[str, str] = os.envir
     here = os.path.abspath(os.curdir)
     named = here in (os.path.abspath(entry) for entry in entries if entry)
     return path if named else [entry for entry in path if entry not in ("", here)]
-
-
-ENGINE_MODULE = "jaxserve.engine.process"
-
-
-class EngineChild:
-    """A child process that runs `module`. Raises ConfigError if there is no place for its directory.
-
-    config: its configuration as JSON. environment: variables added to this process's. cores: cores that it may use;
-    None: all. niceness: 0 to 19, by how much its priority is below this process's
-    """
-
-    def __init__(
-        self,
-        module: str,
-        config: str,
-        *,
-        environment: Mapping[str, str] | None = None,
-        cores: Collection[int] | None = None,
-        niceness: int = 0,
-    ) -> None:
-        self._is_closed = False
-        self.directory = SocketDirectory()
-        try:
-            self._process = subprocess.Popen(
-                python_command(module, str(self.directory.path)),
-                env={**child_environment(), **(environment or {})},
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError:
-            self.directory.remove()
-            raise
-        assert self._process.stdin is not None
-        with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has ended, which `ended` reports
-            if cores is not None:  # before its first line of configuration, so before it has threads
-                os.sched_setaffinity(self._process.pid, cores)
-            if niceness:
-                own = os.getpriority(os.PRIO_PROCESS, 0)
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, own + niceness))
-            self._process.stdin.write(config.encode() + b"\n")
-            self._process.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def ended(self) -> asyncio.Future[int]:
-        """Return a future of the exit status. Call it once, in the event loop."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[int] = loop.create_future()
-
-        def wait() -> None:
-            status = self._process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(status))
-
-        threading.Thread(target=wait, name="engine-end", daemon=True).start()
-        return future
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
-        self._process.send_signal(number)
-
-    def close(self) -> None:
-        """Kill the process if it still runs, and remove its directory. A second call does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._process.kill()  # before its directory goes, which it may be about to open
-        self._process.wait()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self.directory.remove()

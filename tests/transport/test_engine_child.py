@@ -10,7 +10,7 @@ import pytest
 from jaxserve.client import link as link_module
 from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
-from jaxserve.transport.child import EngineChild
+from jaxserve.transport.engine_child import EngineChild
 from jaxserve.transport.socket_directory import SocketDirectory
 from tests.waiting import LAST_RESORT, wait_until
 
