@@ -373,9 +373,8 @@ class ServerState:
 def _shows_late_system(template: Renderer, tools: list[dict[str, Any]] | None) -> bool:
     late = "a late system message"
     messages = [{"role": role, "content": text} for role, text in (("user", "Hello"), ("system", late))]
-    conversation = TemplateInput([*messages, {"role": "user", "content": "Hello"}], tools)
     try:
-        return late in (template.render_here(conversation) or template.render(conversation))
+        return late in template.render(TemplateInput([*messages, {"role": "user", "content": "Hello"}], tools))
     except HTTPError:
         return False
 
@@ -420,8 +419,7 @@ def check_template(state: ServerState) -> None:
 
 def _render(template: Renderer, tools: list[dict[str, Any]] | None) -> str:
     try:
-        conversation = TemplateInput(MESSAGES, tools)
-        return template.render_here(conversation) or template.render(conversation)
+        return template.render(TemplateInput(MESSAGES, tools))
     except InvalidValueError as error:
         what = "a conversation with tools" if tools else "a plain conversation"
         raise ConfigError(f"model.chat_template: {error.message}, trying {what}", fix=NO_TEMPLATE) from error

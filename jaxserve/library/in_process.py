@@ -184,10 +184,13 @@ class _Chats:
 
     def __init__(self, engine: _SteppedEngine) -> None:
         self.state = ServerState(engine, engine.config, Metrics(), make_tracing(engine.config.logging))
-        check_template(self.state)
-        check_vocabulary(self.state)
-        template = self.state.chat_template
-        texts = self.state.text_work
+        try:
+            check_template(self.state)
+            check_vocabulary(self.state)
+        except BaseException:
+            self.state.stop_rendering()
+            raise
+        template, texts = self.state.chat_template, self.state.text_work
         # they do not refer to the state, which refers to the engine
         self.stops = [texts.stop, self.state.template_work.stop, *([] if template is None else [template.stop])]
         self.loop = LoopThread("jaxserve-chat")

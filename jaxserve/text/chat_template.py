@@ -19,7 +19,6 @@ from jinja2 import nodes
 
 from jaxserve.errors import ConfigError, InvalidValueError
 from jaxserve.text.json_cost import JsonLimits, over_limit
-from jaxserve.text.plain_template import MAX_SOURCE, PlainBudget, PlainEnvironment, is_plain
 from jaxserve.text.sandbox import RenderBudget, RenderLimitError, TemplateEnvironment
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -66,42 +65,15 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         max_seconds: float = MAX_SECONDS,
         max_chars: int = MAX_CHARS,
-        plain: bool = False,
     ) -> None:
-        """plain: as `plain_template` does it, where a render may also raise RenderLimitError for what it refuses, and
-        RecursionError or MemoryError where there is no room for it
-
-        Raises ConfigError for a template that does not parse.
-        """
-        environment = PlainEnvironment() if plain else TemplateEnvironment()
+        """Raises ConfigError for a template that does not parse."""
+        environment = TemplateEnvironment()
         self.source = source
         self.special_tokens = dict(special_tokens or {})
-        self._plain = plain
-        self._new_budget: Callable[[], RenderBudget] = (
-            PlainBudget if plain else partial(RenderBudget, max_seconds, max_chars)
-        )
+        self._new_budget = partial(RenderBudget, max_seconds, max_chars)
         self._default = self._for_tools = self._compiled(environment, source)
         if tools_source:
             self._for_tools = self._compiled(environment, tools_source)
-
-    @classmethod
-    def load_plain(
-        cls, source: str, *, tools_source: str | None = None, special_tokens: Mapping[str, str] | None = None
-    ) -> ChatTemplate | None:
-        """Return the template if it may be rendered in any process, because its syntax bounds its cost.
-
-        Returns None for any other template, and for one that does not parse.
-        """
-        given = [source, *(special_tokens or {}).values(), tools_source or ""]
-        if sum(map(len, given)) > MAX_SOURCE:
-            return None
-        environment = PlainEnvironment()
-        try:
-            if all(is_plain(environment.parse_only(each)) for each in (source, tools_source) if each):
-                return cls(source, tools_source=tools_source, special_tokens=special_tokens, plain=True)
-        except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError, ValueError, OverflowError, ConfigError):
-            pass
-        return None
 
     def render(
         self,
@@ -145,7 +117,7 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _compiled(self, environment: TemplateEnvironment, source: str) -> tuple[jinja2.Template, MessageForm]:
-        template, form = _compile(environment, source), MessageForm(environment, source, plain=self._plain)
+        template, form = _compile(environment, source), MessageForm(environment, source)
         forms = ([None] if form.tests_none else []) + ["", [{"type": "text", "text": ""}]]
         form.no_text = next((each for each in forms if self._renders_calls_with(each, template, form)), "")
         return template, form
@@ -157,7 +129,7 @@ class ChatTemplate:
         variables = self.special_tokens | {"messages": messages, "tools": None, "add_generation_prompt": True}
         try:
             return "None" not in self._run(template, variables) or content is not None
-        except (InvalidValueError, RenderLimitError, RecursionError, MemoryError):
+        except InvalidValueError:
             return False
 
     def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -165,14 +137,10 @@ class ChatTemplate:
         try:
             return budget.join(template.generate(variables | {RenderBudget.NAME: budget}))
         except RenderLimitError as error:
-            if self._plain:
-                raise
             raise InvalidValueError(f"the chat template was stopped: {error}", param="messages") from error
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidValueError(f"the chat template refused these messages: {error}", param="messages") from error
         except (RecursionError, MemoryError) as error:
-            if self._plain:
-                raise
             raise InvalidValueError("the messages are nested too deep or too large", param="messages") from error
 
 
@@ -185,14 +153,13 @@ class MessageForm:
     no_text: the content of an assistant's message without text: None (only beside calls), an empty text or part
     """
 
-    def __init__(self, environment: TemplateEnvironment, source: str, *, plain: bool) -> None:
+    def __init__(self, environment: TemplateEnvironment, source: str) -> None:
         self.wants_parts = _walks_content(environment.parse_only(source))
         self.foreign_roles = {role for role in SYSTEM_ROLES if not re.search(rf"""["']{role}["']""", source)}
         self._wraps_text = self.wants_parts and not _TESTS_TEXT.search(source)
         self.tests_none = bool(_TESTS_NONE.search(source))
         self.no_text: Any = ""
         self._call_id = _nine_characters if _NINE.search(source) else _kimi_id if _KIMI in source else _any_id
-        self._plain = plain
 
     def prepare_all(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return a conversation as the template expects it, see `prepare`. Ids of calls get the template's form."""
@@ -207,7 +174,7 @@ class MessageForm:
             prepared["role"] = "system"
         prepared["content"] = self._content(prepared.get("content"), prepared)
         if prepared.get("tool_calls"):
-            prepared["tool_calls"] = [_parsed_call(call, self._plain) for call in prepared["tool_calls"]]
+            prepared["tool_calls"] = [_parsed_call(call) for call in prepared["tool_calls"]]
         reasoning = next((prepared[k] for k in ("reasoning_content", "reasoning", "thinking") if prepared.get(k)), None)
         if isinstance(reasoning, str):  # templates differ in the name
             prepared |= {"reasoning_content": reasoning, "thinking": reasoning}
@@ -303,11 +270,10 @@ def _walks_content(tree: nodes.Template) -> bool:
     return any(_is_content(loop.iter, assigned | macros) and _reads_part(loop) for loop in loops)
 
 
-def _parsed_call(call: Mapping[str, Any], plain: bool) -> dict[str, Any]:
+def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call with an object as arguments, which OpenAI sends as JSON text.
 
     A model may have written other text, or was cut. Templates walk through an object, so such text is put into one.
-    plain: raise RecursionError for a text that a process with more stack may decode
     """
     function = call.get("function")
     if not isinstance(function, Mapping):
@@ -316,22 +282,18 @@ def _parsed_call(call: Mapping[str, Any], plain: bool) -> dict[str, Any]:
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     if isinstance(given, Mapping):
         arguments = Arguments(given, text)
-    elif over_limit(text.encode(errors="replace"), ARGUMENT_LIMITS) or (arguments := _object(text, plain)) is None:
+    elif over_limit(text.encode(errors="replace"), ARGUMENT_LIMITS) or (arguments := _object(text)) is None:
         arguments = Arguments({"INVALID_JSON": text}, text)  # the key of Anthropic's documentation
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def _object(text: str, plain: bool) -> Arguments | None:
+def _object(text: str) -> Arguments | None:
     """Return the object in the JSON text; an empty one for no text or null; None for anything else."""
     if text.strip() in ("", "null"):
         return Arguments({}, "{}")
     try:
         value = json.loads(text)
-    except RecursionError:
-        if plain:
-            raise
-        return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return Arguments(value, text) if isinstance(value, dict) else None
 

@@ -78,17 +78,17 @@ class _CountedLoop:
     """An iterable whose steps are counted; it keeps the length that `loop.last` and `loop.length` need."""
 
     def __init__(self, iterable: Any, budget: RenderBudget) -> None:
-        self._items = iterable if hasattr(iterable, "__len__") else list(counted(iterable, budget))
+        self._items = iterable if hasattr(iterable, "__len__") else list(_counted(iterable, budget))
         self._budget = budget
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Any]:
-        return counted(self._items, self._budget)
+        return _counted(self._items, self._budget)
 
 
-def counted(items: Iterable[Any], budget: RenderBudget) -> Iterator[Any]:
+def _counted(items: Iterable[Any], budget: RenderBudget) -> Iterator[Any]:
     for item in items:
         budget.step()
         yield item
@@ -149,7 +149,7 @@ def _replace_filter(context: Context, text: Any, old: Any, new: Any, count: int 
 
 @jinja2.pass_context
 def _join_filter(context: Context, value: Any, d: str = "", attribute: str | int | None = None) -> str:
-    items = [] if isinstance(value, jinja2.Undefined) else list(counted(value, context.parent[RenderBudget.NAME]))
+    items = [] if isinstance(value, jinja2.Undefined) else list(_counted(value, context.parent[RenderBudget.NAME]))
     context.parent[RenderBudget.NAME].check_size(sum(map(_length, items)) + len(items) * len(str(d)))
     return sync_do_join(context.eval_ctx, items, d, attribute)
 
@@ -185,9 +185,7 @@ class _GenerationTag(Extension):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Renders need a RenderBudget among their variables, under RenderBudget.NAME."""
 
-    def __init__(self, rewriter: type[NodeTransformer] | None = None) -> None:
-        """rewriter: rewrites the parsed tree; Rewriter or a subclass"""
-        self._rewriter = rewriter or Rewriter
+    def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -209,7 +207,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         }
         for name in ("center", "indent", "wordwrap", "slice", "batch"):
             self.filters[name] = _bounded(self.filters[name])
-        self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         for name in ("lipsum", "cycler", "joiner"):
             self.globals.pop(name, None)
 
@@ -223,8 +221,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateSyntaxError(f"the name {RenderBudget.NAME} is reserved", 1, name, filename)
         tree = self.parse_only(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = filtered("_counted", loop.iter)
-        return self._rewriter().visit(tree)
+            loop.iter = _filtered("_counted", loop.iter)
+        return _Rewriter().visit(tree)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Count the call and make it in the sandbox. `replace` and `join` of a text become the filters above."""
@@ -250,7 +248,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
 
-class Rewriter(NodeTransformer):
+class _Rewriter(NodeTransformer):
     """Replaces operators that can make a text longer than their operands by filters."""
 
     OPERATORS: ClassVar[dict[type[nodes.BinExpr], str]] = {
@@ -262,16 +260,16 @@ class Rewriter(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
-        return filtered("_joined", nodes.List(node.nodes, lineno=node.lineno))
+        return _filtered("_joined", nodes.List(node.nodes, lineno=node.lineno))
 
     def visit_BinExpr(self, node: nodes.BinExpr) -> nodes.Expr:
         self.generic_visit(node)
-        return filtered(self.OPERATORS[type(node)], node.left, node.right)
+        return _filtered(self.OPERATORS[type(node)], node.left, node.right)
 
     visit_Mul = visit_Add = visit_Pow = visit_Mod = visit_BinExpr
 
 
-def filtered(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
+def _filtered(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
 
 
@@ -304,10 +302,10 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def raise_exception(message: str) -> None:
+def _raise_exception(message: str) -> None:
     """Raise jinja2.TemplateError. A template calls this to refuse the conversation."""
     raise jinja2.TemplateError(message)
 
 
-def strftime_now(format: str) -> str:
+def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)

@@ -1,4 +1,4 @@
-"""The process in which any chat template may be rendered: `python -m jaxserve.text.template_worker`.
+"""The process in which chat templates are rendered: `python -m jaxserve.text.template_worker`.
 
 It reads frames from stdin and writes one to stdout for each. The first is a TemplateSetup, answered once the template
 is compiled. Each further frame is a TemplateInput. The kernel limits each of them: if one needs too much memory, the
@@ -61,18 +61,6 @@ _SETUP = msgspec.json.Decoder(TemplateSetup)
 _INPUT = msgspec.json.Decoder(TemplateInput)
 
 
-def render(template: ChatTemplate, escaper: SpecialTokenEscaper, conversation: TemplateInput) -> str:
-    """Return the prompt's text with users' texts escaped. Raises InvalidValueError."""
-    return template.render(
-        escaper.value(conversation.messages),
-        tools=escaper.value(conversation.tools),
-        documents=escaper.value(conversation.documents),
-        add_generation_prompt=conversation.add_generation_prompt,
-        continue_final_message=conversation.continue_final_message,
-        kwargs=conversation.kwargs,
-    )
-
-
 class _TemplateServer:
     def __init__(self, setup: TemplateSetup) -> None:
         self.setup = setup
@@ -84,7 +72,7 @@ class _TemplateServer:
         """Render one conversation; an error becomes a message."""
         signal.setitimer(signal.ITIMER_PROF, self.setup.cpu_seconds)
         try:
-            return Rendered(render(self.template, self.escaper, _INPUT.decode(body)))
+            return Rendered(self._render(_INPUT.decode(body)))
         except RequestError as error:
             return Rendered(error=error.message, param=error.param)
         except (MemoryError, RecursionError, msgspec.MsgspecError):
@@ -93,6 +81,16 @@ class _TemplateServer:
             return Rendered(error=f"the chat template refused these messages: {error!r:.300}", param="messages")
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _render(self, conversation: TemplateInput) -> str:
+        return self.template.render(
+            self.escaper.value(conversation.messages),
+            tools=self.escaper.value(conversation.tools),
+            documents=self.escaper.value(conversation.documents),
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            kwargs=conversation.kwargs,
+        )
 
 
 def main() -> None:

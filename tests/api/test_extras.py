@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.renderer import Renderer
+from jaxserve.text.template_worker import TemplateInput
 
 from .conftest import LiveServer, reply_with
 from .fakes import experts_of, logprobs_of, mask_of, vector_of
@@ -265,13 +266,13 @@ def test_greedy_needs_no_cut_for_its_one_candidate(server: LiveServer) -> None:
 
 
 def test_a_task_reaches_the_template(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    render = ChatTemplate.render
+    seen: list[TemplateInput] = []
+    render = Renderer.render
 
-    def spy(self: Any, messages: Any, **keys: Any) -> str:
-        seen.append(keys["kwargs"])
-        return render(self, messages, **keys)
+    def spy(self: Renderer, conversation: TemplateInput, size: int = 0) -> str:
+        seen.append(conversation)
+        return render(self, conversation, size)
 
-    monkeypatch.setattr(ChatTemplate, "render", spy)
+    monkeypatch.setattr(Renderer, "render", spy)
     assert server.post("/v1/chat/completions", CHAT | {"task": "title"}).status_code == 200
-    assert seen[0] == {"task": "title"}
+    assert seen[-1].kwargs == {"task": "title"}

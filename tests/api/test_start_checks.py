@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,17 @@ async def start(link: FakeLink, **model: Any) -> ServerState:
     return state
 
 
-def started(link: FakeLink, **model: Any) -> ServerState:
-    return asyncio.run(start(link, **model))
+@pytest.fixture
+def started() -> Iterator[Callable[..., ServerState]]:
+    """The states of servers whose engines were ready."""
+    with ExitStack() as stack:
+
+        def make(link: FakeLink, **model: Any) -> ServerState:
+            state = asyncio.run(start(link, **model))
+            stack.callback(state.stop_rendering)
+            return state
+
+        yield make
 
 
 @pytest.mark.parametrize(
@@ -44,13 +55,15 @@ def started(link: FakeLink, **model: Any) -> ServerState:
         ("{% for i in range(99999999) %}{{ i }}{% endfor %}", "trying a plain conversation"),
     ],
 )
-def test_a_template_that_cannot_be_used(template: str, reason: str) -> None:
+def test_a_template_that_cannot_be_used(template: str, reason: str, started: Callable[..., ServerState]) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         check_template(started(FakeLink(), chat_template=template))
     assert caught.value.fix
 
 
-def test_a_template_that_cannot_render_tools(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_cannot_render_tools(
+    caplog: pytest.LogCaptureFixture, started: Callable[..., ServerState]
+) -> None:
     with pytest.raises(ConfigError, match="trying a conversation with tools"):
         check_template(started(FakeLink(), chat_template=NO_TOOLS, tool_parser="hermes"))
     check_template(started(FakeLink(), chat_template=NO_TOOLS, tool_parser="none"))
@@ -59,7 +72,9 @@ def test_a_template_that_cannot_render_tools(caplog: pytest.LogCaptureFixture) -
     assert "requests with tools will be refused" in caplog.text
 
 
-def test_good_files_pass_in_silence(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_good_files_pass_in_silence(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, started: Callable[..., ServerState]
+) -> None:
     path = tmp_path / "a.jinja"
     path.write_text(PLAIN)
     for model in ({}, {"chat_template": str(path)}):
@@ -78,7 +93,7 @@ def test_before_the_tokenizer_is_loaded_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize("padded", [0, 64])
-def test_a_model_with_a_larger_vocabulary_is_usual(padded: int) -> None:
+def test_a_model_with_a_larger_vocabulary_is_usual(padded: int, started: Callable[..., ServerState]) -> None:
     link = FakeLink()
     link.info = msgspec.structs.replace(link.info, vocab_size=link.info.vocab_size + padded)
     check_vocabulary(started(link))
@@ -95,15 +110,17 @@ def test_a_tokenizer_of_another_model() -> None:
 async def warm_up_of(link: FakeLink) -> None:
     engine, _ = fake_engine(link=link)
     await engine.start()
+    app = create_app(engine, Config())
     try:
-        await warm_up(create_app(engine, Config()))
+        await warm_up(app)
     finally:
+        app.state.server.stop_rendering()
         await engine.stop()
 
 
 @pytest.mark.parametrize("template", [None, PLAIN + "<added>"])
 def test_an_added_special_token_without_a_row_is_an_error_only_if_it_is_used(
-    template: str | None, caplog: pytest.LogCaptureFixture
+    template: str | None, caplog: pytest.LogCaptureFixture, started: Callable[..., ServerState]
 ) -> None:
     state = started(FakeLink(), chat_template=template)
     tokenizer: Any = state.engine.tokenizer
@@ -118,7 +135,9 @@ def test_an_added_special_token_without_a_row_is_an_error_only_if_it_is_used(
             check_vocabulary(state)
 
 
-def test_a_late_system_message_must_be_taken_by_both_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_system_message_must_be_taken_by_both_templates(
+    monkeypatch: pytest.MonkeyPatch, started: Callable[..., ServerState]
+) -> None:
     """A template for requests with tools that refuses it made Messages and Responses with tools a 400."""
     refusing = PLAIN + "{% if messages[1].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     for templates, takes in (({"default": PLAIN, "tool_use": refusing}, False), ({"default": PLAIN}, True)):

@@ -25,7 +25,6 @@ COSTLY = """{% if messages[0].content == 'now' %}{{ ([[1, 2, 3]] * 50000)|map('s
 
 
 def test_a_request_waits_for_no_long_conversation() -> None:
-    """Of a template that only workers render."""
     say = {"model": "demo", "max_tokens": 1}
     hello, long = ({"messages": [{"role": "user", "content": text}]} for text in ("hello", "word " * LONG_BYTES))
     with LiveServer(Config().replace(model={"chat_template": COSTLY})) as server:

@@ -39,7 +39,6 @@ ALLOWED = (
     ("/inspect.py", "get_annotations"),
     ("/typing.py", ""),
     ("/jinja2/debug.py", "fake_traceback"),
-    ("/jaxserve/text/renderer.py", "load"),
 )
 
 

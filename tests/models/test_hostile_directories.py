@@ -37,7 +37,9 @@ def read(directory: Path) -> None:
     read_pooling(directory, config)
     tokenizer = Tokenizer.from_directory(directory)
     tokenizer.encode("hello " * 100 + "!")
-    Renderer.load(tokenizer)
+    renderer = Renderer.load(tokenizer)
+    if renderer is not None:
+        renderer.stop()
 
 
 @pytest.mark.parametrize("mutant", few(), ids=lambda mutant: mutant.name)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -403,14 +404,12 @@ def test_special_tokens_that_must_be_seen(shared_data: Any) -> None:
     assert names == {m for m in choice.markers(tools=True) if tokenizer.token_to_id(m) in tokenizer.special_ids}
 
 
-def test_prompt_of_a_real_template_opens_or_closes(shared_data: Any) -> None:
-    template = Renderer.load(Tokenizer.from_directory(shared_data / "tokenizers/qwen3"))
-    assert template is not None
+def test_prompt_of_a_real_template_opens_or_closes(shared_data: Any, load_renderer: Callable[..., Renderer]) -> None:
+    template = load_renderer(Tokenizer.from_directory(shared_data / "tokenizers/qwen3"))
     choice = choose_parsers(template.source)
     assert choice == ParserChoice("hermes", "qwen3") and choice.think_tags is not None
     conversation = TemplateInput([{"role": "user", "content": "<think>"}], kwargs={"enable_thinking": False})
-    prompt = template.render_here(conversation)
-    assert prompt is not None
+    prompt = template.render(conversation)
     assert not choice.think_tags.opened_by(prompt)
     assert parse_whole(choice.make(prompt=prompt), "x").reasoning is None
 

@@ -34,7 +34,7 @@ from jaxserve.api.generate.task import (
 from jaxserve.api.generate.tools import ToolUse
 from jaxserve.api.keys import Caller
 from jaxserve.api.state import ServerState
-from jaxserve.api.work_pool import INLINE_CHARS, TextEncoder
+from jaxserve.api.work_pool import TextEncoder
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.grammar.tools import CallModel, no_call_grammar, tool_grammar
 from jaxserve.text.events import OutputParser
@@ -211,8 +211,6 @@ async def render(messages: ChatMessages, state: ServerState, changed: Mapping[st
         return TemplateInput(messages.make(), tools, documents, generation, continues, variables)
 
     size = messages.size
-    if size <= INLINE_CHARS and (text := template.render_here(conversation())) is not None:
-        return text
     return await state.template_work.run(lambda: template.render(conversation(), size), size)
 
 
