@@ -20,7 +20,7 @@ from jaxserve.transport.shared_state import SharedCounters
 
 MAIN = 0  # row of the main process
 _BODIES, _LIVE, _WAITING, _RUNNING = range(4)
-_FIXED = 4  # columns before those of the keys
+_FIXED = 4  # columns before the keys' columns
 _WAIT = len(COUNTS)  # column of a key after its counts: seconds until it may send requests
 _A_KEY = len(COUNTS) + 1
 

@@ -198,7 +198,8 @@ class Sessions:
         A turn without output is dropped. A streaming session drops every turn that did not end by itself, so that it
         continues from its last complete turn.
         """
-        turn.finished, turn.session.used = True, time.monotonic()
+        turn.finished = True
+        turn.session.used = time.monotonic()
         if turn.forgotten:
             return
         whole = reason not in (None, FinishReason.ABORT)

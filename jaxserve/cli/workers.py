@@ -210,7 +210,7 @@ class Workers:
             await self._ask(lambda bridge: bridge.call("finish"))
 
     async def stop(self) -> None:
-        """Wait until the workers have exited after `finish`, and kill those that do not."""
+        """Wait until the workers have exited after `finish`, and kill workers that do not."""
         running = [process for process in self._processes.values() if process.returncode is None]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WORKER_FINISH_SECONDS if self._engine.was_ready else 0):

@@ -41,7 +41,7 @@ from jaxserve.api.ollama.protocol import API_VERSION
 from jaxserve.api.openai.models import model_list
 from jaxserve.config import Config
 from jaxserve.errors import InvalidValueError, ModelEndedError
-from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan, ServedModel
+from jaxserve.front.loaded_models import Catalog, FrontModel, LoadedModels, ModelPlan
 from jaxserve.telemetry.metrics import (
     CONTENT_TYPE,
     Families,
@@ -136,12 +136,12 @@ class ForwardToModels:
             if not answer.is_missing:
                 return
 
-    def _places(self, default: ServedModel) -> list[ServedModel]:
-        """Return the models that may have an object: those that are loaded, and the default model."""
+    def _places(self, default: FrontModel) -> list[FrontModel]:
+        """Return the models that may have an object: the loaded models and the default model."""
         loaded = [each for each in self._loaded_models.all if each.state == "loaded"]
         return loaded if default in loaded else [*loaded, default]
 
-    async def _forward(self, model: ServedModel, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
+    async def _forward(self, model: FrontModel, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
         """Forward a request to a model's process.
 
         Raises ModelEndedError, NotReadyError or ClientDisconnected if nothing has been answered.
@@ -306,7 +306,7 @@ async def unload(request: Request) -> Response:
     return _state(model)
 
 
-async def _named(request: Request) -> ServedModel:
+async def _named(request: Request) -> FrontModel:
     """Return the model that the body names. Raises RequestError."""
     try:
         body, _ = validated(await request.body(), ModelName)
@@ -316,7 +316,7 @@ async def _named(request: Request) -> ServedModel:
     return loaded_models.of(loaded_models.catalog.find(body.model))
 
 
-def _state(model: ServedModel) -> Response:
+def _state(model: FrontModel) -> Response:
     return json_response({"success": True, "model": model.plan.name, "status": {"value": model.state}})
 
 

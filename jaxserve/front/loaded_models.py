@@ -1,6 +1,6 @@
 """Keep the models of the front: load them on request, unload them when idle or for room, load them again.
 
-`Catalog` has what the configuration says of each model, `ServedModel` its state and its delay after a failure, and
+`Catalog` has what the configuration says of each model, `FrontModel` its state and its delay after a failure, and
 `LoadedModels` loads and unloads. Every change of a model's state happens on the event loop. A load or an unload is one
 task (`work`), for which all requests of the model wait. So no request uses a model while it is unloaded.
 """
@@ -66,7 +66,7 @@ FAILURES_FORGOTTEN_AFTER = 300.0  # seconds of service after which the count of 
 
 
 @dataclass
-class ServedModel:
+class FrontModel:
     """A model of the front and its process.
 
     process: None unless the model takes room
@@ -146,7 +146,7 @@ class LoadedModels:
 
     def __init__(self, catalog: Catalog, models: ModelsSection, server: ServerSection, directory: Path) -> None:
         self.catalog = catalog
-        self.all: Sequence[ServedModel] = [ServedModel(plan) for plan in catalog.plans]
+        self.all: Sequence[FrontModel] = [FrontModel(plan) for plan in catalog.plans]
         self._by_name = {model.plan.name: model for model in self.all}
         self._models = models
         self._end_seconds = server.drain_timeout + FINISH_SECONDS
@@ -158,7 +158,7 @@ class LoadedModels:
         self._stopping = False
         self.started = asyncio.Event()  # set once the models of the start are loaded, or failed
 
-    def of(self, plan: ModelPlan) -> ServedModel:
+    def of(self, plan: ModelPlan) -> FrontModel:
         return self._by_name[plan.name]
 
     def loaded_processes(self) -> list[tuple[str, ModelProcess]]:
@@ -180,7 +180,7 @@ class LoadedModels:
             for model in self.all:
                 await self._unload_if_idle(model)
 
-    async def acquire(self, model: ServedModel) -> ModelProcess:
+    async def acquire(self, model: FrontModel) -> ModelProcess:
         """Load the model if it is not loaded, and keep it until `release`.
 
         Raises NotReadyError if it is not loaded in time.
@@ -190,12 +190,12 @@ class LoadedModels:
         model.in_flight += 1
         return model.process
 
-    def release(self, model: ServedModel) -> None:
+    def release(self, model: FrontModel) -> None:
         model.in_flight -= 1
         model.used = time.monotonic()
         self._freed.set()
 
-    async def _until_loaded(self, model: ServedModel) -> None:
+    async def _until_loaded(self, model: FrontModel) -> None:
         model.waiting += 1
         try:
             async with asyncio.timeout(self._models.wait_seconds):
@@ -212,14 +212,14 @@ class LoadedModels:
         if self._stopping:
             raise NotReadyError("The server is draining.")
 
-    def load(self, model: ServedModel) -> None:
+    def load(self, model: FrontModel) -> None:
         """Start to load the model if it is not loaded. Raises NotReadyError while the server drains."""
         self._check_not_stopping()
         if model.state == "unloaded":
             model.forgive()
             self._load_work(model, asked=True)
 
-    def unload(self, model: ServedModel) -> None:
+    def unload(self, model: FrontModel) -> None:
         """Start to unload the model if it is loaded. Its requests end first. A load that runs is given up."""
         if model.state == "loading":
             if model.work is not None and not model.work.cancelling():  # a second cancel would not wait for the process
@@ -229,13 +229,13 @@ class LoadedModels:
 
     # loading
 
-    def _load_work(self, model: ServedModel, *, asked: bool = False) -> asyncio.Task[None]:
+    def _load_work(self, model: FrontModel, *, asked: bool = False) -> asyncio.Task[None]:
         """Start to load a model. asked: whether the operator asked for it; it then loads even if no request waits"""
         model.state = "loading"
         model.asked = asked
         return self._work(model, self._load(model))
 
-    def _work(self, model: ServedModel, steps: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _work(self, model: FrontModel, steps: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start the task that changes the model's state, and forget it when it has ended."""
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -248,7 +248,7 @@ class LoadedModels:
         model.work.add_done_callback(ended)
         return model.work
 
-    async def _load(self, model: ServedModel) -> None:
+    async def _load(self, model: FrontModel) -> None:
         """Load the model. A failure is recorded, not raised."""
         began = time.monotonic()
         name = model.plan.name
@@ -277,13 +277,13 @@ class LoadedModels:
             model.used = time.monotonic()
             self._keep(self._watch(model, process))
 
-    async def _give_up(self, model: ServedModel) -> None:
+    async def _give_up(self, model: FrontModel) -> None:
         if model.process is not None:
             model.process.kill()
             await model.process.stop(self._end_seconds)
         model.state, model.process = "unloaded", None
 
-    async def _make_room(self, wanted: ServedModel) -> bool:
+    async def _make_room(self, wanted: FrontModel) -> bool:
         """Unload the least recently used models until there is room, and wait while every model is in use.
 
         Returns False if no request waits for `wanted` any more.
@@ -302,33 +302,33 @@ class LoadedModels:
                     await asyncio.wait_for(self._freed.wait(), IDLE_LOOK_INTERVAL)  # nothing signals a batch's end
         return True
 
-    async def _watch(self, model: ServedModel, process: ModelProcess) -> None:
+    async def _watch(self, model: FrontModel, process: ModelProcess) -> None:
         """Wait for the end of a loaded model's process, and record a failure unless the model was unloaded."""
         status = await process.ended()
         if model.state == "loaded" and not self._stopping:
             self._failed(model, status, served=time.monotonic() - process.since)
             self._freed.set()
 
-    def _failed(self, model: ServedModel, status: int, served: float) -> None:
+    def _failed(self, model: FrontModel, status: int, served: float) -> None:
         delay = model.failed(status, served)
         model.state, model.process = "unloaded", None
         logger.error("the process of model %s ended with status %d", model.plan.name, status)
         if model.plan.entry.load == "start":
             self._keep(self._load_again(model, delay))
 
-    async def _load_again(self, model: ServedModel, delay: float) -> None:
+    async def _load_again(self, model: FrontModel, delay: float) -> None:
         await asyncio.sleep(delay)
         if model.state == "unloaded" and not self._stopping:
             self._load_work(model, asked=True)
 
     # unloading
 
-    async def _unload_if_idle(self, model: ServedModel) -> None:
+    async def _unload_if_idle(self, model: FrontModel) -> None:
         limit = model.plan.entry.idle_seconds
         if limit is not None and model.is_free and time.monotonic() - model.used >= limit:
             await self._unload_if_free(model)
 
-    async def _unload_if_free(self, model: ServedModel) -> bool:
+    async def _unload_if_free(self, model: FrontModel) -> bool:
         """Unload the model and wait for it, unless it works on a batch or a request has arrived meanwhile."""
         process = model.process
         if process is None or not await process.is_idle():
@@ -338,11 +338,11 @@ class LoadedModels:
         await asyncio.wait((self._unload_work(model),))
         return True
 
-    def _unload_work(self, model: ServedModel) -> asyncio.Task[None]:
+    def _unload_work(self, model: FrontModel) -> asyncio.Task[None]:
         model.state = "unloading"
         return self._work(model, self._unload(model))
 
-    async def _unload(self, model: ServedModel) -> None:
+    async def _unload(self, model: FrontModel) -> None:
         assert model.process is not None
         await model.process.stop(self._end_seconds)
         model.state, model.process = "unloaded", None

@@ -45,8 +45,8 @@ def launch_server(
 ) -> Iterator[RunningServer]:
     """Start a server on 127.0.0.1, wait until it is ready, and stop it at the end.
 
-    The arguments are those of Engine. The port is a free one unless it is given. Files and batches last as long as the
-    server unless store.path is given.
+    The arguments are the same as for Engine. The port is a free one unless it is given. Files and batches last as long
+    as the server unless store.path is given.
     make_link: makes the connection to the engine; None: the engine is a child process
     Raises ConfigError if the server cannot start.
     """

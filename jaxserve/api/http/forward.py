@@ -170,7 +170,8 @@ async def _answer(connection: socket.socket, send: Send, *, has_body: bool) -> N
             await send({"type": "http.response.start", "status": parser.get_status_code(), "headers": headers})
             response.complete |= not has_body
         if response.parts:
-            body, response.parts = b"".join(response.parts), []
+            body = b"".join(response.parts)
+            response.parts = []
             await send({"type": "http.response.body", "body": body, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -59,7 +59,8 @@ class _Times:
 
     def note(self, output: RequestOutput) -> None:
         if self.first is None and output.token_ids:
-            self.first, self.prefill_seconds = time.perf_counter(), output.prefill_seconds
+            self.first = time.perf_counter()
+            self.prefill_seconds = output.prefill_seconds
 
     def as_dict(self, prompt_tokens: int, output_tokens: int) -> Json:
         """Return Ollama's fields of usage, with durations in nanoseconds."""
