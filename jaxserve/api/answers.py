@@ -1,14 +1,15 @@
-"""Describe the answers as models, for the OpenAPI document and for the tests that validate answers against it.
+"""Describe answers as models, for the OpenAPI document and for the tests that validate answers against it.
 
-No request uses these models. Answers are built as plain dicts, because building a model for each chunk would cost more
-than the rest of the chunk's work.
+Here are the answers of chat, completions and embeddings, of errors and of probes. The other slices have their answers
+in protocol.py. No request uses these models. Answers are built as plain dicts, because building a model for each
+chunk would cost more than the rest of the chunk's work.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, RootModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Answer(BaseModel):
@@ -223,61 +224,6 @@ class Embeddings(Answer):
     usage: EmbeddingUsage
 
 
-class OllamaError(Answer):
-    """The body of every 4xx and 5xx below /api."""
-
-    error: str
-
-
-class AnthropicErrorDetail(Answer):
-    """What went wrong. `details` is absent if the SDKs have nothing to act on."""
-
-    type: str
-    message: str
-    details: dict[str, Any] | None = None
-
-
-class AnthropicError(Answer):
-    """The body of every 4xx and 5xx below /v1/messages."""
-
-    type: str
-    error: AnthropicErrorDetail
-    request_id: str
-
-
-class AnthropicUsage(Answer):
-    """The three input counts add up to the prompt."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-
-
-class AnthropicMessage(Answer):
-    id: str
-    type: str
-    role: str
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: AnthropicUsage
-
-
-class AnthropicMessageEvent(BaseModel):
-    """The data of a named event: message_start, content_block_start, content_block_delta, and so on."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
-class TokenCount(Answer):
-    input_tokens: int
-
-
 class StoreHealth(Answer):
     status: str  # ok, full, failing, damaged
     detail: str | None
@@ -299,78 +245,6 @@ class Health(Answer):
     engines: list[EngineHealth] | None = None
     store: StoreHealth | None = None
     error: ErrorDetail | None = None
-
-
-class MetaInfo(Answer):
-    id: str
-    finish_reason: dict[str, Any] | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    weight_version: str
-    weight_versions: list[str] | None = None
-    e2e_latency: float
-    input_token_logprobs: list[list[Any]] | None = None
-    output_token_logprobs: list[list[Any]] | None = None
-    input_top_logprobs: list[list[list[Any]] | None] | None = None
-    output_top_logprobs: list[list[list[Any]] | None] | None = None
-    input_token_ids_logprobs: list[list[list[Any]] | None] | None = None
-    output_token_ids_logprobs: list[list[list[Any]] | None] | None = None
-    output_token_sampling_mask: list[list[int] | None] | None = None
-    output_token_sampling_logprobs: list[float | list[float] | None] | None = None
-    hidden_states: list[list[float] | list[list[float]]] | None = None
-    routed_experts: str | None = None
-
-
-class Generated(Answer):
-    text: str
-    output_ids: list[int]
-    meta_info: MetaInfo
-    index: int | None = None
-
-
-class Tokenized(Answer):
-    tokens: list[int] | list[list[int]]
-    count: int | list[int]
-    max_model_len: int
-    token_strs: list[str] | list[list[str]] | None
-
-
-class Detokenized(Answer):
-    prompt: str | list[str]
-    text: str | list[str]
-
-
-class Aborted(Answer):
-    success: bool
-    aborted: list[str]
-
-
-class SessionId(RootModel[str]):
-    """The id of a newly opened session."""
-
-
-class Success(Answer):
-    success: bool
-
-
-class GenerationState(Success):
-    status: str
-    message: str
-
-
-class MemoryState(Success):
-    asleep: list[str]
-
-
-class WeightRows(RootModel[list[Any]]):
-    """The first rows of a tensor, as nested lists of numbers."""
-
-
-class WeightsUpdated(Success):
-    message: str
-    weight_version: str
-    num_paused_requests: int
 
 
 class ServerInfo(BaseModel):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from jaxserve.api import answers
+from jaxserve.api.anthropic import protocol as anthropic
 from jaxserve.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from jaxserve.api.ollama import protocol as ollama
 from jaxserve.api.ollama.protocol import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -41,6 +43,7 @@ from jaxserve.api.scoring.protocol import (
     ScoreRequest,
 )
 from jaxserve.api.sessions import CloseSessionRequest, OpenSessionRequest
+from jaxserve.api.sglang import protocol as sglang
 from jaxserve.api.sglang.protocol import (
     AbortRequest,
     ContinueRequest,
@@ -66,21 +69,21 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion, models.ModelList),
-    *(models.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
+    *(models.ModelAnswer, answers.Health, sglang.Generated, sglang.Tokenized, sglang.Detokenized),
     *(
         answers.Embeddings,
-        answers.Aborted,
-        answers.Success,
-        answers.GenerationState,
-        answers.MemoryState,
-        answers.WeightRows,
-        answers.WeightsUpdated,
+        sglang.Aborted,
+        sglang.Success,
+        sglang.GenerationState,
+        sglang.MemoryState,
+        sglang.WeightRows,
+        sglang.WeightsUpdated,
         answers.ServerInfo,
-        answers.SessionId,
+        sglang.SessionId,
     ),
-    *(answers.AnthropicError, answers.AnthropicMessage, answers.AnthropicMessageEvent, answers.TokenCount),
+    *(anthropic.AnthropicError, anthropic.AnthropicMessage, anthropic.AnthropicMessageEvent, anthropic.TokenCount),
     *(Reranked, Scored, Classified, Decided),
-    *(answers.OllamaError, ResponseAnswer, ResponseEvent, InputTokens),
+    *(ollama.OllamaError, ResponseAnswer, ResponseEvent, InputTokens),
     *(FileAnswer, FileList, FileDeleted, BatchAnswer, BatchList),
     *(ConversationAnswer, ItemList, ObjectDeleted),
 )

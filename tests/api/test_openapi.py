@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.api import answers
 from jaxserve.api.openai import models
+from jaxserve.api.sglang import protocol as sglang
 
 from .conftest import LiveServer
 
@@ -44,7 +45,7 @@ def test_docs_shows_every_route_and_shape_and_loads_nothing(server: LiveServer) 
     [
         ("/v1/chat/completions", CHAT, answers.ChatCompletion, answers.ChatCompletionChunk),
         ("/v1/completions", TEXT, answers.TextCompletion, answers.TextCompletion),
-        ("/generate", {"text": "Hi", "return_logprob": True}, answers.Generated, answers.Generated),
+        ("/generate", {"text": "Hi", "return_logprob": True}, sglang.Generated, sglang.Generated),
     ],
 )
 def test_answers_have_the_documented_shape(
@@ -65,5 +66,5 @@ def test_the_other_answers(server: LiveServer) -> None:
     models.ModelAnswer.model_validate_json(server.http.get("/v1/models/demo").content)
     answers.Health.model_validate_json(server.http.get("/health").content)
     answers.Error.model_validate_json(server.http.get("/nowhere").content)
-    answers.Tokenized.model_validate_json(server.post("/tokenize", {"prompt": "x"}).content)
-    answers.Detokenized.model_validate_json(server.post("/detokenize", {"tokens": [5]}).content)
+    sglang.Tokenized.model_validate_json(server.post("/tokenize", {"prompt": "x"}).content)
+    sglang.Detokenized.model_validate_json(server.post("/detokenize", {"tokens": [5]}).content)

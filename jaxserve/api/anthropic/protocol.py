@@ -1,4 +1,4 @@
-"""Declare the bodies of Anthropic's POST /v1/messages and /v1/messages/count_tokens.
+"""Declare the bodies and answers of Anthropic's POST /v1/messages and /v1/messages/count_tokens.
 
 Agents add fields with every release. A field or block of a feature that this server lacks is therefore ignored and
 logged once. If the request requires the feature, it gets an error that names the field (task.py).
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from jaxserve.api import limits
+from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject
 from jaxserve.api.known_fields import EVERYWHERE, MESSAGES, MESSAGES_OUTPUT, MESSAGES_THINKING
 
@@ -167,3 +168,52 @@ class MessagesRequest(CountTokensRequest):
     temperature: limits.Temperature | None = None
     top_p: limits.TopP | None = None
     top_k: limits.TopK | None = None
+
+
+class AnthropicErrorDetail(Answer):
+    """What went wrong. `details` is absent if the SDKs have nothing to act on."""
+
+    type: str
+    message: str
+    details: dict[str, Any] | None = None
+
+
+class AnthropicError(Answer):
+    """The body of every 4xx and 5xx below /v1/messages."""
+
+    type: str
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class AnthropicUsage(Answer):
+    """The three input counts add up to the prompt."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+
+
+class AnthropicMessage(Answer):
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicMessageEvent(BaseModel):
+    """The data of a named event: message_start, content_block_start, content_block_delta, and so on."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class TokenCount(Answer):
+    input_tokens: int

@@ -8,9 +8,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.answers import AnthropicError, AnthropicMessage, AnthropicMessageEvent, TokenCount
 from jaxserve.api.anthropic.answer import Keep, MessagesAnswer
-from jaxserve.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from jaxserve.api.anthropic.protocol import (
+    AnthropicError,
+    AnthropicMessage,
+    AnthropicMessageEvent,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
 from jaxserve.api.anthropic.task import count_prompt, messages_task
 from jaxserve.api.anthropic.threads import KeptTurn, read_history, whole_conversation
 from jaxserve.api.generate.planner import Planner, render

@@ -1,4 +1,4 @@
-"""Declare the bodies of Ollama's routes below /api.
+"""Declare the bodies of Ollama's routes below /api, and their error.
 
 An unknown option is ignored and logged once, as in Ollama. If a body requires a feature that this server lacks, it gets
 an error that names the field (task.py).
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxserve.api import limits
+from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject
 from jaxserve.api.known_fields import EVERYWHERE, OLLAMA, OLLAMA_OPTIONS
 from jaxserve.api.openai.protocol import Tool
@@ -123,3 +124,9 @@ class OllamaEmbeddingsRequest(Body):
     prompt: str
     options: OllamaOptions | None = Field(None, description="Ignored.")
     keep_alive: KeepAlive | None = Field(None, description="Ignored.")
+
+
+class OllamaError(Answer):
+    """The body of every 4xx and 5xx below /api."""
+
+    error: str

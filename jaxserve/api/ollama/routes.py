@@ -13,7 +13,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.answers import OllamaError
 from jaxserve.api.generate.choice_parser import ChoiceParser
 from jaxserve.api.generate.planner import Planner
 from jaxserve.api.generate.task import RequestOptions, TextPrompt, new_id
@@ -28,6 +27,7 @@ from jaxserve.api.ollama.protocol import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
+    OllamaError,
     OllamaGenerateRequest,
     ShowRequest,
 )

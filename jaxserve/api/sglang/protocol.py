@@ -1,4 +1,4 @@
-"""Declare the bodies of POST /generate, /tokenize and /detokenize, and of the operator's routes, in SGLang's forms.
+"""Declare the bodies and answers of /generate, /tokenize, /detokenize and the operator's routes, in SGLang's forms.
 
 If a field allows only one value here, any other value is an error that names the field.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from jaxserve.api import limits
+from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject, SessionParams
 from jaxserve.api.known_fields import EVERYWHERE, GENERATE, NATIVE_SAMPLING
 from jaxserve.api.openai.protocol import ChatMessage, Tool
@@ -182,3 +183,75 @@ class MemoryRequest(Body):
 class AbortRequest(Body):
     rid: str | None = Field(None, description="Abort requests whose id begins with it.")
     abort_all: bool | None = None
+
+
+class MetaInfo(Answer):
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    weight_versions: list[str] | None = None
+    e2e_latency: float
+    input_token_logprobs: list[list[Any]] | None = None
+    output_token_logprobs: list[list[Any]] | None = None
+    input_top_logprobs: list[list[list[Any]] | None] | None = None
+    output_top_logprobs: list[list[list[Any]] | None] | None = None
+    input_token_ids_logprobs: list[list[list[Any]] | None] | None = None
+    output_token_ids_logprobs: list[list[list[Any]] | None] | None = None
+    output_token_sampling_mask: list[list[int] | None] | None = None
+    output_token_sampling_logprobs: list[float | list[float] | None] | None = None
+    hidden_states: list[list[float] | list[list[float]]] | None = None
+    routed_experts: str | None = None
+
+
+class Generated(Answer):
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = None
+
+
+class Tokenized(Answer):
+    tokens: list[int] | list[list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: list[str] | list[list[str]] | None
+
+
+class Detokenized(Answer):
+    prompt: str | list[str]
+    text: str | list[str]
+
+
+class Aborted(Answer):
+    success: bool
+    aborted: list[str]
+
+
+class SessionId(RootModel[str]):
+    """The id of a newly opened session."""
+
+
+class Success(Answer):
+    success: bool
+
+
+class GenerationState(Success):
+    status: str
+    message: str
+
+
+class MemoryState(Success):
+    asleep: list[str]
+
+
+class WeightRows(RootModel[list[Any]]):
+    """The first rows of a tensor, as nested lists of numbers."""
+
+
+class WeightsUpdated(Success):
+    message: str
+    weight_version: str
+    num_paused_requests: int

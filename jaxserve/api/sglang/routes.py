@@ -15,7 +15,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.answers import Aborted, Detokenized, Generated, SessionId, Success, Tokenized
 from jaxserve.api.generate.generation import Generation
 from jaxserve.api.generate.planner import Planner, check_ids, render
 from jaxserve.api.generate.task import ChatMessages
@@ -27,7 +26,18 @@ from jaxserve.api.openai.task import check_messages, template_messages
 from jaxserve.api.openapi import documented
 from jaxserve.api.sessions import CloseSessionRequest, OpenSessionRequest
 from jaxserve.api.sglang.answer import NativeAnswer
-from jaxserve.api.sglang.protocol import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from jaxserve.api.sglang.protocol import (
+    Aborted,
+    AbortRequest,
+    Detokenized,
+    DetokenizeRequest,
+    Generated,
+    GenerateRequest,
+    SessionId,
+    Success,
+    Tokenized,
+    TokenizeRequest,
+)
 from jaxserve.api.sglang.task import NativeOptions, native_task
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.client.replicas import ReplicaState

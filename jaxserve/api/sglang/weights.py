@@ -17,7 +17,6 @@ from fastapi import APIRouter, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from jaxserve.api.answers import GenerationState, MemoryState, Success, WeightRows, WeightsUpdated
 from jaxserve.api.fields import Body
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import parse_body, read_body
@@ -25,11 +24,16 @@ from jaxserve.api.http.errors import ClientDisconnected
 from jaxserve.api.openapi import documented
 from jaxserve.api.sglang.protocol import (
     ContinueRequest,
+    GenerationState,
     MemoryRequest,
+    MemoryState,
     PauseRequest,
     ReadWeightsRequest,
+    Success,
     UpdateVersionRequest,
     UpdateWeightsRequest,
+    WeightRows,
+    WeightsUpdated,
 )
 from jaxserve.api.state import EngineProtocol, ServerState, server_state
 from jaxserve.errors import ConflictError, HTTPError, InvalidValueError, PayloadTooLargeError, UnsupportedParameterError
