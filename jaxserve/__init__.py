@@ -1,6 +1,6 @@
 """jaxserve: an LLM inference server in JAX. The public names; each is loaded when it is first used.
 
-`import jaxserve` alone imports no jax: the API process must start fast and holds no device.
+`import jaxserve` alone imports no jax, because the API process must start fast and hold no device.
 """
 
 import importlib

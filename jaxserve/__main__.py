@@ -1,4 +1,4 @@
-"""`python -m jaxserve` is `jaxserve`."""
+"""Runs the command line: `python -m jaxserve` does the same as `jaxserve`."""
 
 import sys
 

@@ -1,16 +1,15 @@
 """The configuration: one frozen tree, validated once, with the same keys in YAML, as flags and in the environment.
 
 This file defines the keys, their defaults and their limits. It reads nothing from a model or a device: "auto" values
-stay "auto" here. The component that knows the value resolves it, into a new Config (`resolved`).
-cli/options.py parses files, flags and environment variables.
+stay "auto" here. The component that knows the value resolves it, into a new Config (`resolved`). cli/options.py parses
+files, flags and environment variables.
 
-The section of the configuration for the KV cache.
-
-Named API keys: `server.keys` of the configuration.
-
-The section of the configuration for the devices of an engine.
-
-The list of models that one server serves behind one address, each by processes of its own.
+    CacheSection                     the KV cache
+    ApiKey                           named API keys: `server.keys`
+    MeshSection                      the devices of an engine, and how many engines run
+    ModelEntry, ModelsSection        several models behind one address, each served by processes of its own
+    ModelSection ... LoggingSection  the other sections
+    Config                           all sections
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class CacheSection(Section):
 
 
 DEFAULT_KEY = "default"  # the name of server.api_key
-MAX_KEYS = 256  # each request is compared with all of them
+MAX_KEYS = 256  # the key of each request is compared with all of them
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -287,7 +286,7 @@ OWN_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")
 
 
 def own_sections(value: Any) -> Any:
-    """Check what one model sets for itself, a path or sections. Raises ValueError."""
+    """Check the settings of one model, a path or sections. Raises ValueError."""
     if not isinstance(value, str | dict):
         raise ValueError("should be the path of a YAML file, or sections")
     if isinstance(value, dict) and (shared := [name for name in value if name not in OWN_SECTIONS]):
@@ -357,8 +356,8 @@ class ModelsSection(Section):
         return most
 
 
-DEFAULT_STORE = "~/.local/share/jaxserve"  # of store.path: auto
-_LISTS = ("keys", "served")  # whose errors name the entry
+DEFAULT_STORE = "~/.local/share/jaxserve"  # the meaning of store.path: auto
+_LISTS = ("keys", "served")  # lists whose errors name the entry
 SECRETS = ("api_key", "admin_api_key", "keys", "watermark_key")  # in the section server; never printed
 
 
@@ -514,7 +513,7 @@ class SpeculationSection(Section):
 
     @property
     def max_drafts(self) -> int:
-        """The guessed tokens of a request in a step; 0: no speculation."""
+        """Most guessed tokens of a request in a step; 0: no speculation."""
         return 0 if self.method == "off" else self.num_speculative_tokens
 
 
@@ -739,7 +738,7 @@ def suggestion(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     return f", did you mean {near[0]}?" if near else ""
 
 
-# what pydantic says of them is about Python
+# pydantic's own messages about these errors speak of Python
 _PLAIN_WORDS = {
     "tuple_type": "should be a list",
     "dataclass_type": "should be a mapping",

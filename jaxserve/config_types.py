@@ -128,7 +128,7 @@ def _size(value: Any) -> Any:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()))
 
 
-_Texts = str | list[str]  # what a list of texts may be written as
+_Texts = str | list[str]  # how a list of texts may be written
 Auto = Literal["auto"]
 _Size = Annotated[int, Field(ge=1, le=2**50)]
 Bytes = Annotated[_Size, BeforeValidator(_size, json_schema_input_type=_Size | str)]

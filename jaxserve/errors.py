@@ -93,7 +93,7 @@ class HTTPError(JaxserveError):
 
     @property
     def details(self) -> dict[str, Any]:
-        """Return what Anthropic's form of the error has under `details`, which its SDKs act on."""
+        """Return the field `details` of Anthropic's form of the error, on which its SDKs act."""
         return {}
 
 
@@ -119,7 +119,7 @@ class InvalidSchemaError(RequestError):
 class ContextLengthError(RequestError):
     """The request has more tokens than the model's context.
 
-    Clients search the message, which therefore contains the phrases of OpenAI's and Anthropic's.
+    Clients search the message, so it contains the phrases of OpenAI's and Anthropic's messages.
     """
 
     code = "context_length_exceeded"
@@ -128,7 +128,7 @@ class ContextLengthError(RequestError):
     def too_long(cls, num_tokens: int, maximum: int, *, context: int, param: str) -> ContextLengthError:
         """Return the error for a prompt of `num_tokens`.
 
-        maximum: number of tokens of the longest prompt that is accepted: the context, less a token to generate
+        maximum: tokens of the longest prompt that is accepted: the context less one token to generate
         """
         noun = param if param in ("messages", "input") else "prompt"
         return cls(
@@ -166,8 +166,9 @@ class ModelNotFoundError(NotFoundError):
 
 
 class ThreadError(RequestError):
-    """A thread of Messages cannot be continued like this. `code` is Anthropic's `error_code`: of most of them its SDKs
-    send the whole conversation again.
+    """A thread of Messages cannot be continued like this.
+
+    `code` is Anthropic's `error_code`. For most codes its SDKs send the whole conversation again.
     """
 
     @property
@@ -236,7 +237,7 @@ class NotReadyError(ServerError):
 
 
 class ModelEndedError(ServerError):
-    """The process that serves the model ended before its answer was whole. Other models are not affected."""
+    """The process that serves the model ended before its answer was complete. Other models are not affected."""
 
     status = 502
     code = "model_ended"

@@ -1,14 +1,14 @@
-"""Reads files of a model's directory, which are untrusted: regular files inside it, of bounded size, as text or JSON.
+"""Reads files of a model's directory, which are untrusted, without a network and without JAX.
 
-`check_directory` runs before any file is read: reading a FIFO would block, and a link could expose a file of the
-operator's.
+    check_directory     runs before any file is read, because reading a FIFO would block, and a link could expose a file
+                        of the operator's
+    read_text, read_json, read_object    read regular files inside the directory, of bounded size
+    Header, open_header                  read the header of a GGUF file: its metadata and its number of tensors
+    local_directory, check_local_model   check whether a model is a local directory that looks like a checkpoint
 
-Read the header of a GGUF file, which is untrusted: its metadata, and how many tensors are named behind it.
-
-Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: "GGUF", the version, how many tensors
-and values there are; the values by key; name, sizes, type and offset of each tensor; the tensors, each aligned.
-
-Checks whether a model is a local directory and looks like a checkpoint, without a network and without JAX.
+A GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is little-endian: "GGUF", the version, the
+numbers of tensors and of values; the values by key; name, sizes, type and offset of each tensor; the tensors, each
+aligned.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _READ = (
 def check_directory(directory: Path) -> None:
     """Raise ModelLoadError for a file that is not regular, or for a link that leads out of the directory.
 
-    directory: a GGUF file stands for the directory that it is in.
-    Links of the hub's cache are allowed: they lead from snapshots/REVISION to the blobs of the same model.
+    directory: a GGUF file stands for its directory
+
+    Links of the hub's cache are allowed. They lead from snapshots/REVISION to the blobs of the same model.
     """
     directory = directory.parent if directory.is_file() else directory
     root = directory.resolve()
@@ -65,10 +66,10 @@ def check_directory(directory: Path) -> None:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a model is: `path`, or the only weights in the directory `path`; None: it is none.
+    """Return the GGUF file of a model: `path`, or the only weights in the directory `path`; None if it has none.
 
-    Of a file in parts it is the first, whichever `path` is. Raises ModelLoadError for a directory with several, or
-    without the first part.
+    If the file has parts, the first is returned, whichever part `path` is. Raises ModelLoadError for a directory with
+    several files, or without the first part.
     """
     if path.is_file() and path.suffix.lower() != ".gguf":
         return None
@@ -84,7 +85,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def weight_files(directory: Path, pattern: str = "*.safetensors") -> list[Path]:
-    """Return the files of a directory that may have the model's weights, by name. Adapters and the like are none."""
+    """Return the files of a directory that may have the model's weights, by name, without adapters and the like."""
     return sorted(file for file in directory.glob(pattern) if not _NOT_WEIGHTS.match(file.name))
 
 
@@ -94,9 +95,9 @@ def sentence_settings(directory: Path) -> Path | None:
 
 
 def gguf_parts(file: Path) -> list[Path]:
-    """Return the paths of all parts of a file that is NAME-00001-of-00003.gguf or another part; else `file` alone.
+    """Return the paths of all parts of a file named as by llama.cpp, NAME-00001-of-00003.gguf; else `file` alone.
 
-    So llama.cpp names them. A part may be absent.
+    A part may be absent.
     """
     match = _PART.fullmatch(file.name)
     if match is None:
@@ -147,7 +148,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def as_integer(value: Any) -> int | None:
-    """Return a JSON number as an integer; None: it is none. 32768.0 is one, as some tools write 32768."""
+    """Return a JSON number as an integer; None if it is not one. Some tools write 32768 as 32768.0."""
     if type(value) is float and value.is_integer():
         return int(value)
     return value if type(value) is int else None
@@ -160,22 +161,22 @@ _SMALLEST = 24  # bytes of a file without tensors and values
 _LARGEST_HEADER = 100_000_000  # bytes; a vocabulary of 260,000 tokens with its merges has 10 million
 _LONGEST_TEXT = 2**20  # bytes; published templates have at most 20 kB
 _MAX_VALUES, _MAX_TENSORS = 2**16, 2**14  # the largest published models have 1,200 tensors
-_MAX_ITEMS = 2**21  # of all arrays; 260,000 tokens, their scores and types and as many pairs that merge are 1.1 million
+_MAX_ITEMS = 2**21  # entries of all arrays; 260,000 tokens with scores, types and as many merges have 1.1 million
 
 
 class Omitted(str):
-    """Stands for a value that is not kept, and says how large it is."""
+    """Stands for a value that is not kept. The text says how large the value is."""
 
     __slots__ = ()
 
 
 class Header:
-    """Reads a header in order. Raises ValueError or struct.error for what is damaged or lies beyond its end."""
+    """Reads a header in order. Raises ValueError or struct.error for values that are damaged or beyond its end."""
 
     def __init__(self, data: mmap.mmap, end: int) -> None:
         self._data = data
         self._end = end
-        self._items = 0  # of the arrays that are texts or kept
+        self._items = 0  # entries of the arrays that are texts or kept
         self.position = 4
 
     def counts(self) -> tuple[int, int]:
@@ -190,8 +191,8 @@ class Header:
     def values(self, count: int, arrays: Container[str] = ()) -> dict[str, Any]:
         """Read `count` values by their keys.
 
-        arrays: keys whose arrays are returned as lists. Other arrays, and texts of more than a megabyte, become
-        Omitted. Raises ValueError for a key that is there twice.
+        arrays: keys whose arrays are returned as lists. Other arrays, and texts of more than 1 MiB, become Omitted.
+        Raises ValueError for a key that comes twice.
         """
         values: dict[str, Any] = {}
         for _ in range(count):
@@ -202,7 +203,7 @@ class Header:
         return values
 
     def number(self, form: str) -> Any:
-        """Read a number of a form of `struct`."""
+        """Read one number. form: a format character of `struct`"""
         return self.numbers(form, 1)[0]
 
     def numbers(self, form: str, count: int) -> tuple[Any, ...]:
@@ -246,9 +247,9 @@ class Header:
 
 @contextmanager
 def open_header(path: Path) -> Iterator[Header]:
-    """Open a GGUF file for the body to read its header.
+    """Open a GGUF file, whose header the `with` block reads.
 
-    Raises ModelLoadError if it is no GGUF file. Errors of the body that damaged bytes cause become ModelLoadError.
+    Raises ModelLoadError if it is not a GGUF file. Errors of the block that damaged bytes cause become ModelLoadError.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -23,7 +23,7 @@ _MAX_LINKS = 40
 
 
 class CacheDirectoryError(ConfigError):
-    """A directory that cannot be used for executable files, and why."""
+    """A directory cannot be used for executable files. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class OpenDirectory:
     path: Path
 
     def file(self, name: str) -> str:
-        """Return a path for calls that take no descriptor, via the descriptor if the system supports it."""
-        held = f"/proc/self/fd/{self.descriptor}"
-        return os.path.join(held if os.path.isdir(held) else self.path, name)
+        """Return a path for calls that accept no descriptor. It goes through the descriptor if the system can."""
+        by_descriptor = f"/proc/self/fd/{self.descriptor}"
+        return os.path.join(by_descriptor if os.path.isdir(by_descriptor) else self.path, name)
 
 
 def user_cache(name: str) -> Path:
@@ -131,7 +131,7 @@ def _owners() -> tuple[int, int]:
 
 
 def _is_own_group(group: int) -> bool:
-    """Return whether this user is the only member: of the private group of many systems, or of one without a name."""
+    """Return whether this user is the only member of a group: the private group, or one without a name."""
     if group not in {os.getegid(), *os.getgroups()}:
         return False
     try:
@@ -149,7 +149,7 @@ _GROWTH = 64 * 2**20  # bytes by which the heap grows at once
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory in this process from now on. Returns False, and does nothing, if there is no glibc.
+    """Keep freed memory in this process from now on. Return False, and do nothing, without glibc.
 
     Meant for a process that only runs a CPU engine. Call it after loading the weights, so that the temporary memory
     of loading is returned to the system first.
@@ -170,7 +170,7 @@ _NAMES: dict[str, Platform] = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu":
 
 
 def platform_of(config: Config, environ: Mapping[str, str] = os.environ) -> Platform:
-    """Return the platform that the engines will use: mesh.device, or what JAX will choose."""
+    """Return the platform that the engines will use: mesh.device, or the one that JAX will choose."""
     if config.mesh.device != "auto":
         return config.mesh.device
     first = environ.get("JAX_PLATFORMS", "").split(",")[0]
@@ -181,7 +181,7 @@ def platform_of(config: Config, environ: Mapping[str, str] = os.environ) -> Plat
     return "tpu" if any(path.exists() for path in _TPU) else "cpu"
 
 
-DISTRIBUTION = "jaxserve-llm"  # on PyPI; the name jaxserve is another project's there
+DISTRIBUTION = "jaxserve-llm"  # the name on PyPI, where another project is called jaxserve
 _ROOT = Path(__file__).parent.parent
 
 
@@ -204,7 +204,7 @@ def machine_memory() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes that are free on this machine, at most those of its container."""
+    """Return the bytes of memory that are free on this machine, at most the limit of its container."""
     return min([psutil.virtual_memory().available, *_container_limits()])
 
 
