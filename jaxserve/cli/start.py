@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def tell_start(served: str) -> None:
-    """Tell the operator that a server starts. served: the path of its model, or what it serves"""
+    """Tell the operator that a server starts. served: the path of its model, or a text that names its models"""
     line = f"jaxserve {__version__} starts with {served}"
     tell(line, text=line, event="start", version=__version__, model=served)
 

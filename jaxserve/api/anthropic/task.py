@@ -57,7 +57,7 @@ _SKIPPED = frozenset(
     }
 )
 
-# kind of block -> the field that it is nothing without
+# kind of block -> the field that it must have
 _NEEDED = {
     "text": "text",
     "tool_use": "name",
@@ -121,12 +121,13 @@ def _check_document(block: Block, param: str) -> None:
 
 
 class OfferedTools:
-    """The client's own tools, as a conversation offers them.
+    """The client's own tools that a conversation offers.
 
-    A deferred tool is not at the head of the prompt, where it would change all tokens behind it. Its definition stands
-    where a message brings it. If Anthropic is to search for tools, none is deferred, because nobody searches here.
+    A deferred tool is not at the head of the prompt, where it would change all tokens after it. Its definition is in
+    the message that adds it. If the request asks Anthropic to search for tools, no tool is deferred, because this
+    server does not search.
 
-    head: the tools that the prompt begins with. callable: by name, those that the model may call
+    head: the tools at the head of the prompt. callable: the tools that the model may call, by name
     """
 
     def __init__(self, tools: Sequence[MessageTool]) -> None:
@@ -136,9 +137,9 @@ class OfferedTools:
         self.callable = {tool.name or "": tool for tool in self.head}
 
     def follow(self, messages: Sequence[InputMessage]) -> list[InputMessage]:
-        """Return the conversation with texts in place of blocks that bring tools or take them away.
+        """Return the conversation with texts in place of blocks that add or remove tools.
 
-        Raises InvalidValueError if a block names a tool that is not there.
+        Raises InvalidValueError if a block names an unknown tool.
         """
         return [self._message(message, f"messages.{number}") for number, message in enumerate(messages)]
 
@@ -172,7 +173,7 @@ class OfferedTools:
 
 
 def changed_tool(block: Block) -> ChangedTool | None:
-    """Return the tool that a block brings or takes away, if it is such a block."""
+    """Return the tool that a block adds or removes; None for another block."""
     if block.type == "tool_reference":
         return ChangedTool(type=block.type, name=block.tool_name)
     return block.tool if block.type in ("tool_addition", "tool_removal") else None
