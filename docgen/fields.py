@@ -77,7 +77,7 @@ def _unserved(model: type[BaseModel], name: str) -> Verdict:
     if name in model.known.refused:
         return Verdict("refused", model.known.refused[name].reason)
     is_open = "unknown_fields" in vars(model)  # its other fields are read by `type`, or have no effect
-    return Verdict("ignored" if is_open or name in model.known.ignored else "unknown")
+    return Verdict("ignored" if is_open or name in model.known.ignored | model.known.dropped else "unknown")
 
 
 def _objects(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -99,7 +99,7 @@ def reference() -> str:
     paths = listed()
     for api, (route, model) in APIS.items():
         known = {path for each, path in paths if each == api}
-        known |= model.model_fields.keys() | model.known.refused.keys() | model.known.ignored
+        known |= model.model_fields.keys() | model.known.refused.keys() | model.known.ignored | model.known.dropped
         everywhere = (EVERYWHERE.refused.keys() | EVERYWHERE.ignored) - model.model_fields.keys()
         sections += [f"## `{route}`\n", *_tables(model, known - everywhere)]
     return "\n".join(sections)

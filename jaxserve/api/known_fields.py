@@ -3,7 +3,8 @@
 A field of an API, or of another server's version of it, is one of three things:
 
 - served: the route's body declares it (api/*/protocol.py). A field described as "Ignored" has no effect;
-- harmless to ignore: it is in `ignored` here. The request means the same without it, so nothing is said;
+- harmless to ignore: it is in `ignored` here. The request means the same without it, so nothing is said. What only
+  offers the model something is in `dropped`, and is logged once;
 - refused by name: it is in `refused` here, because it would change the meaning of the request. A 400 names it, and
   names our own field if there is one.
 
@@ -39,15 +40,20 @@ class Refusal:
 
 @dataclass(frozen=True)
 class KnownFields:
-    """The known fields that a body, or an object in it, does not serve."""
+    """The known fields that a body, or an object in it, does not serve.
+
+    dropped: fields that offer what this server does not run; they have no effect and are logged once
+    """
 
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
 
     def __or__(self, other: KnownFields) -> KnownFields:
         """Return the fields of both. `other` decides if both have a field."""
         refused = {name: each for name, each in self.refused.items() if name not in other.ignored}
-        return KnownFields({**refused, **other.refused}, (self.ignored - other.refused.keys()) | other.ignored)
+        ignored = (self.ignored - other.refused.keys()) | other.ignored
+        return KnownFields({**refused, **other.refused}, ignored, self.dropped | other.dropped)
 
 
 def _refused(reasons: Mapping[str, str], neutral: tuple[Any, ...] = ()) -> KnownFields:
@@ -232,11 +238,11 @@ MESSAGES = _refused(
     },
     (1,),
 ) | _ignored(
-    # billing, routing, caching, and what Anthropic's own machines run
-    "metadata service_tier cache_control betas billing_policy container context_management diagnostics "
-    "fallback_credit_token fallbacks inference_geo mcp_servers speed user_profile_id workspace_id user "
-    "stream_options"
+    # billing, routing and caching
+    "metadata service_tier cache_control betas billing_policy context_management diagnostics "
+    "fallback_credit_token fallbacks inference_geo speed user_profile_id workspace_id user stream_options"
 )
+MESSAGES |= KnownFields(dropped=frozenset({"container", "mcp_servers"}))
 MESSAGES_THINKING = _ignored("block_binding")
 MESSAGES_OUTPUT = _ignored("task_budget")  # a hint for the model's planning; max_tokens is the limit
 

@@ -164,7 +164,7 @@ def template_pools() -> SizedPools:
 
 
 class UnknownFields:
-    """Log each unknown body field once."""
+    """Log each body field that is unknown or dropped once."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -175,7 +175,7 @@ class UnknownFields:
                 continue
             self._seen.add(name)
             effect = "no effect unless the chat template reads it" if name.startswith(_IN_TEMPLATES) else "no effect"
-            logger.warning("%s: the field %r is of no API known here and has %s", route, name, effect)
+            logger.warning("%s: the field %r is not served here and has %s", route, name, effect)
 
 
 class LiveRequests:

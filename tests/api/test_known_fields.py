@@ -86,6 +86,25 @@ def test_a_field_that_changes_nothing_is_taken_in_silence(
     assert "has no effect" not in caplog.text
 
 
+@pytest.mark.parametrize("field, offer", [
+    ("container", "container_1"), ("container", {"skills": [{"type": "anthropic", "skill_id": "pdf"}]}),
+    ("mcp_servers", [{"type": "url", "url": "https://example.com", "name": "m"}]),
+])  # fmt: skip
+def test_what_only_offers_something_is_dropped_and_logged_once(
+    caplog: pytest.LogCaptureFixture, field: str, offer: Any
+) -> None:
+    """What demands a call of it is a 400."""
+    with LiveServer() as server:
+        reply_with(server, "word")
+        for _ in range(2):
+            assert server.post("/v1/messages", BODIES["messages"] | {field: offer}).status_code == 200
+        assert caplog.text.count(f"the field {field!r}") == 1
+        toolset = {"type": "mcp_toolset", "mcp_server_name": "m"}
+        for choice in ({"type": "any"}, {"type": "tool", "name": "m"}):
+            body = BODIES["messages"] | {field: offer, "tools": [toolset], "tool_choice": choice}
+            assert server.post("/v1/messages", body).status_code == 400
+
+
 def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [*CHAT["messages"], {"role": "assistant", "content": "x"} | fields]}
 
