@@ -401,7 +401,7 @@ def small_config(**changes: object) -> SchedulerConfig:
 def make_core(config: SchedulerConfig, **options: object) -> EngineCore:
     core_options = {
         key: options.pop(key)
-        for key in ("eos_token_ids", "make_matcher", "mask_threads", "clock", "generates", "drafter")
+        for key in ("eos_token_ids", "make_matcher", "mask_threads", "clock", "generates", "drafter", "on_close")
         if key in options
     }
     core = CoreOptions(vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]

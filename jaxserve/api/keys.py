@@ -170,12 +170,13 @@ class KeyPeers(Protocol):
 class KeyUsage:
     """One key: its tenant for the scheduler, its limits, and its counts in this process since the start.
 
-    max_live: most requests that run or wait at once; None: no limit
+    max_live: most requests that run or wait at once; None: no limit. max_queued: how many of them may wait
     peers: the key's counts in other processes, which the limits and `as_dict` include
     """
 
     tenant: Tenant
     max_live: int | None = None
+    max_queued: int = 0
     bucket: TokenBucket | None = None
     num_live: int = 0
     requests: int = 0
@@ -210,7 +211,11 @@ class KeyUsage:
             raise KeyLimitError(message, seconds)
         if self.max_live is not None and (num_live := self.total("num_live")) + count > self.max_live:
             seconds = self.seconds_a_request * (num_live + count - self.max_live) / max(1, num_live)
-            message = f"The key {self.name!r} has {num_live} requests in hand; its max_queued allows no more."
+            running = self.max_live - self.max_queued
+            message = (
+                f"The key {self.name!r} has {num_live} requests in hand: {running} may run, and max_queued lets "
+                f"{self.max_queued} wait."
+            )
             raise KeyLimitError(message, seconds)
 
     def _wait(self, bucket: TokenBucket) -> float:
@@ -277,5 +282,6 @@ def _usage(key: ApiKey, max_num_seqs: int, clock: Callable[[], float]) -> KeyUsa
     return KeyUsage(
         Tenant(name, key.weight, key.max_running),
         None if max_live is None else int(max_live),
+        key.max_queued or 0,
         None if key.tokens_per_minute is None else TokenBucket(key.tokens_per_minute, clock),
     )

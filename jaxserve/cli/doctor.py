@@ -30,6 +30,7 @@ from jaxserve.cli.options import GIB, load_config
 from jaxserve.config import DEFAULT_STORE, Config, ModelSection, RuntimeSection, ServerSection, StoreSection
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import local_directory
+from jaxserve.store.database import lock_holder
 from jaxserve.system import CacheDirectoryError, free_memory, machine_memory, opened, user_cache
 from jaxserve.version import __version__
 
@@ -125,6 +126,9 @@ def store(section: StoreSection) -> Iterator[Finding]:
         chosen = isinstance(section.path, Path)
         fix = "set --store.path to a directory that this user can write"
         yield Finding("store", "bad" if chosen else "warn", f"{path} cannot be written: {problem}", fix)
+    elif holder := lock_holder(path):
+        fix = "stop that server, or give this one its own directory with --store.path"
+        yield Finding("store", "warn", f"{path} is in use by another process (pid {holder})", fix)
     else:
         yield Finding("store", "ok", f"{path} can be written")
 

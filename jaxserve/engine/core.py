@@ -344,6 +344,7 @@ class CoreOptions:
     fill_masks                   computes the masks of many grammars at once; None: one after the other
     mask_threads                 compute slow masks; None: every step waits for its masks
     drafter                      guesses tokens; None: no speculation
+    on_close                     called when the core is closed
     """
 
     vocab_size: int
@@ -354,6 +355,7 @@ class CoreOptions:
     fill_masks: FillRows | None = None
     mask_threads: Executor | None = None
     drafter: Drafter | None = None
+    on_close: Callable[[], object] = lambda: None
     clock: Callable[[], float] = time.monotonic
 
 
@@ -367,6 +369,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, tuple(options.eos_token_ids), speculation)
         self._requests = RequestFactory(config, options.vocab_size, options.generates, options.seed, options.clock)
         self._make_matcher = options.make_matcher
+        self._on_close = options.on_close
         self._clock = options.clock
         self._isolator = FaultIsolator()
         self._compiling = CompilingRequests(config.queue_timeout)
@@ -635,8 +638,9 @@ class EngineCore:
     # --- administration
 
     def close(self) -> None:
-        """Stop the mask threads, for which the interpreter's exit would wait, and close the runner."""
+        """Stop the threads of masks and grammars, for which the interpreter's exit would wait, and close the runner."""
         self._masks.close()
+        self._on_close()
         self.runner.close()
 
     def flush_prefix_cache(self, *, new_weights: bool = False) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import signal
 import threading
 from collections import deque
@@ -182,6 +183,7 @@ class TextEngine:
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
         self._unread: list[RequestOutput] = []  # returned by the next `step`
         self._closed = False
+        self._pid = os.getpid()
         self._lock = EngineLock()
         self._ids = itertools.count()
         self._names = itertools.count()
@@ -194,6 +196,8 @@ class TextEngine:
         """Abort running requests and end the engine's threads. Later requests raise ServerError."""
         with self._lock.held():
             self._closed = True
+            if self._is_forked:
+                return  # its threads and devices are the parent's
             self._abort(list(self._sequences))
             self._unread.clear()
             self.core.close()
@@ -204,7 +208,18 @@ class TextEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the one that made the engine, so that it has none of its threads."""
+        return os.getpid() != self._pid
+
+    def _check_process(self) -> None:
+        if self._is_forked:
+            message = "this process was forked from the engine's, and has none of its threads and devices"
+            raise ServerError(f"{message}: make an engine here, or use multiprocessing's spawn")
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ServerError("the engine is closed")
 
@@ -259,7 +274,8 @@ class TextEngine:
         hold_seconds: seconds after its end in which its KV pages are not evicted, unless `handover.write` takes them
         """
         name = request_id or f"request-{next(self._names)}"
-        group = self._siblings(prompt, params or SamplingParams(), name, priority, cache_salt)
+        (own,) = _params_for([prompt], params)
+        group = self._siblings(prompt, own, name, priority, cache_salt)
         group = [msgspec.structs.replace(each, hold_seconds=hold_seconds) for each in group]
         self._queue([group], lambda _: self._keep)
         return name
@@ -323,6 +339,7 @@ class TextEngine:
 
     def _run_step(self) -> None:
         """Run one step of the core and pass its outputs to the sinks of their sequences."""
+        self._check_process()
         with self._lock.held():
             self._step()
 
@@ -486,6 +503,12 @@ def _content(prompt: Any) -> str | list[int]:
 
 
 def _params_for(batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    """Return the params of each prompt. Raises InvalidValueError for what are no params, or too many or too few."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(batch)
+    if not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
+        message = f"params are SamplingParams, or a list of them, one a prompt; {type(params).__name__} is neither"
+        raise InvalidValueError(message, param="params")
+    if len(params) != len(batch):
+        raise InvalidValueError(f"there are {len(batch)} prompts and {len(params)} params", param="params")
     return list(params)

@@ -301,6 +301,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         seed=seed,
         make_matcher=matchers,
+        on_close=matchers.close,
         fill_masks=BitmaskFiller().fill,
         mask_threads=mask_threads(),
         drafter=_drafter(config.speculation),

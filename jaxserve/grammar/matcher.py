@@ -327,7 +327,8 @@ class MatcherFactory:
         return GrammarMatcher(grammar, spec, self.eos_token_ids, self._get_token_bytes(tokenizer))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads, after what they compile now."""
+        self._threads.shutdown(cancel_futures=True)
 
     def _get_tokenizer(self) -> llguidance.LLTokenizer:
         with self._building:

@@ -93,7 +93,8 @@ class Engine(TextEngine):
 
     def close(self) -> None:
         super().close()
-        self._end_chats()
+        if not self._is_forked:
+            self._end_chats()
 
     async def _outputs(
         self, prompt: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]

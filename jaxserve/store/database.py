@@ -151,6 +151,18 @@ class DirectoryLock:
         os.close(self._descriptor)
 
 
+def lock_holder(directory: Path) -> str:
+    """Return the pid of the process that holds a store's directory, or "unknown"; "" if none does. Writes nothing."""
+    try:
+        with open(directory / "lock", encoding="ascii", errors="replace") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (directory / "lock").read_text(encoding="ascii", errors="replace").strip() or "unknown"
+    except OSError:  # there is no store yet
+        pass
+    return ""
+
+
 SCHEMA_VERSION = 4
 
 _FILES_AND_BATCHES = """

@@ -69,7 +69,8 @@ def test_more_requests_than_may_wait_are_refused(keyed: LiveServer) -> None:
         assert all(each.result().status_code == 200 for each in (*held, other))
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
     error = refused.json()["error"]
-    assert error["code"] == "rate_limit_exceeded" and "'queue'" in error["message"] and "max_queued" in error["message"]
+    assert error["code"] == "rate_limit_exceeded" and "'queue'" in error["message"]
+    assert "3 requests in hand: 2 may run, and max_queued lets 1 wait" in error["message"]
     assert used(keyed, "queue")["refused"] == 1
     assert ask(keyed, "k-queue").status_code == 200  # there is room again
     for more in ({}, {"priority": 2**30}):  # also with the priority of a batch

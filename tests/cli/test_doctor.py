@@ -18,6 +18,7 @@ from jaxserve.cli import doctor as host_checks
 from jaxserve.cli import doctor_devices
 from jaxserve.cli.doctor import Finding, host_findings
 from jaxserve.config import Config
+from jaxserve.store.database import DirectoryLock
 from jaxserve.text.tokenizer import Tokenizer
 from tests.models.checkpoints import train_tokenizer
 from tests.models.hostile_directories import copy_demo
@@ -107,6 +108,13 @@ def test_a_model_that_must_be_downloaded_needs_the_hub() -> None:
 def test_a_server_without_store_or_cache_can_serve() -> None:
     states = findings(store={"path": None}, runtime={"compile_cache": None})
     assert states["store"] == "warn" and "bad" not in states.values()
+
+
+def test_a_store_that_a_server_holds_is_named(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    assert findings(store={"path": tmp_path})["store"] == "warn"
+    lock.release()
+    assert findings(store={"path": tmp_path})["store"] == "ok"
 
 
 def of_model(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.engine import Completion, TextEngine, interrupts_wait
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError, ServerError
+from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.text.detokenizer import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
@@ -93,7 +94,11 @@ def take(engine: TextEngine, seen: dict[tuple[str, int], Completion]) -> list[Re
         ([[1], [2]], [GREEDY, SamplingParams(prompt_logprobs=21)], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(logit_bias={VOCAB: 1.0})], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(thinking=BUDGET)], InvalidValueError),
-        ([[1], [2]], [GREEDY], ValueError),
+        ([[1], [2]], [GREEDY], InvalidValueError),
+        ([[1]], [GREEDY, GREEDY], InvalidValueError),
+        ([[1]], {"temperature": 0}, InvalidValueError),
+        ([[1]], [7], InvalidValueError),
+        ([[1]], 0.5, InvalidValueError),
     ],
 )
 def test_prompts_are_queued_all_or_none(engine: TextEngine, prompts: Any, params: Any, error: type[Exception]) -> None:
@@ -171,6 +176,28 @@ def test_a_closed_engine_holds_no_thread_and_takes_no_request(monkeypatch: pytes
     with pytest.raises(ServerError, match="closed"):
         engine.generate(PROMPTS, GREEDY)
     engine.close()
+
+
+def test_closing_ends_what_compiles_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_directory(DEMO)
+    matchers = MatcherFactory(tokenizer.to_json(VOCAB), vocab_size=VOCAB, eos_token_ids=(2,))
+    before = threading.active_count()
+    with make_engine(monkeypatch, on_close=matchers.close):
+        matchers.warm_up()
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_a_forked_engine_is_refused_and_closing_it_there_ends_nothing(engine: TextEngine) -> None:
+    """What fork would do is shown by another pid: forking this process, which has JAX's threads, could hang it."""
+    engine._pid -= 1
+    for use in (lambda: engine.generate(PROMPTS, GREEDY), lambda: engine.add_request(PROMPTS[0], GREEDY), engine.step):
+        with pytest.raises(ServerError, match="forked"):
+            use()
+    engine.close()
+    engine._pid += 1
+    engine._closed = False
+    check_usable(engine)
 
 
 def test_an_engine_that_is_closed_while_it_generates_returns_no_half_texts(engine: TextEngine) -> None:
