@@ -102,8 +102,10 @@ class GenerateOptions(TypedDict, total=False):
     deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
     signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
     replica: int | None  # the engine that computes it; default: the router chooses
-    continues: bool  # a request that was accepted needs the engine again: no drain and no full queue refuses it
-    follows: bool  # an engine has answered a part of the same request; a pause that waits for requests waits for it
+    # a request that was accepted needs the engine again, so no drain and no full queue refuses it
+    already_accepted: bool
+    # an engine has answered a part of the same request, so a pause that waits for requests waits for it
+    partly_answered: bool
     outbox: OutputQueue | None  # the queue of unread outputs, if the caller wants to know its size
 
 
@@ -280,8 +282,8 @@ class AsyncEngine:
             tenant=options.get("tenant"),
             deadline=options.get("deadline"),
             replica=options.get("replica"),
-            continues=options.get("continues", False),
-            follows=options.get("follows", False),
+            already_accepted=options.get("already_accepted", False),
+            partly_answered=options.get("partly_answered", False),
         )
         given, signal = options.get("outbox"), options.get("signal")
         outputs = OutputQueue() if given is None else given
@@ -315,7 +317,7 @@ class AsyncEngine:
 
         A request that an engine has answered is not refused for the queue or a restart.
         """
-        is_accepted = sequences[0].is_answered or message.request.continues
+        is_accepted = sequences[0].is_answered or message.request.already_accepted
         self._check_accepts(message.request, len(sequences), len(message.token_ids), is_accepted=is_accepted)
         for sequence in sequences:
             self._live.add(sequence)
@@ -324,7 +326,9 @@ class AsyncEngine:
 
     def _begin(self, request: EngineRequest, outputs: OutputQueue) -> list[LiveSequence]:
         """Send a request as `params.n` sequences. If it raises, nothing was sent and nothing is live."""
-        self._check_accepts(request, request.params.n, len(request.prompt_token_ids), is_accepted=request.continues)
+        self._check_accepts(
+            request, request.params.n, len(request.prompt_token_ids), is_accepted=request.already_accepted
+        )
         seed = request.params.seed
         own = siblings(request, self._live.new_id, self._seeds.getrandbits(63) if seed is None else seed)
         message = Add.of(*own)

@@ -53,7 +53,7 @@ class FinishingPause:
         while num_looks < enough and self._is_awake:
             left = [each for each in self._live if came_before(each, self._keys)]
             num_looks = 0 if left else num_looks + 1
-            if any(each.request.follows for each in left):
+            if any(each.request.partly_answered for each in left):
                 enough = LOOKS_AFTER_STEPS
             await asyncio.sleep(FINISH_POLL)
             if self._record.num_resumed > num_resumed:

@@ -279,7 +279,7 @@ class SequenceSender:
 
 def came_before(sequence: LiveSequence, keys: frozenset[str]) -> bool:
     """Return whether a sequence has one of these keys, or goes on with a request that an engine had before."""
-    return sequence.key in keys or sequence.is_answered or sequence.request.follows
+    return sequence.key in keys or sequence.is_answered or sequence.request.partly_answered
 
 
 def _resumed(sequence: LiveSequence) -> EngineRequest:

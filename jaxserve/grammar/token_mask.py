@@ -63,7 +63,7 @@ class Matcher(Protocol):
 
 
 class TokenMask:
-    """The token mask of one request. The device handles bad words of one token, and this mask those of several.
+    """The token mask of one request. The device handles bad words of one token, this mask bad words of several.
 
     budget      CPU time budget of the request, shared by its choices
     is_quick    the grammar's last mask took less than QUICK

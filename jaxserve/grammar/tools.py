@@ -181,11 +181,12 @@ class Parameter(NamedTuple):
 def parameters_of(
     schema: Mapping[str, Any], *, exact: bool = True, names: re.Pattern[str] | None = None
 ) -> list[Parameter]:
-    """Return the parameters of a tool, in order: those of `properties`, then others that are required.
+    """Return the parameters of a tool in order: first `properties`, then other required ones.
 
-    exact: raise InvalidSchemaError (param tools) if the schema says more than each parameter's own schema can; else
-    ignore the rest, if there are properties
-    names: what names the format can write; a parameter with another name is left out, or refused if exact and required
+    exact: raise InvalidSchemaError (param tools) if the schema says more than the schemas of its parameters can; else
+      ignore the rest if there are properties
+    names: matches the names that the format can write; a parameter with another name is left out, or refused if exact
+      and required
     """
     if (unkept := sorted(_WHOLE & schema.keys())) and (exact or not schema.get("properties")):
         raise _error(f"{', '.join(unkept)} of a tool's parameters cannot be enforced in this model's format of calls")

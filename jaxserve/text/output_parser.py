@@ -485,6 +485,7 @@ class _CodeMarks:
         return not self._head
 
     def add(self, text: str) -> None:
+        """Follow the next text. One without backticks and line breaks only matters at the beginning of a line."""
         if len(self._head) == 3 and "`" not in text and "\n" not in text:
             return
         first, *lines = text.split("\n")

@@ -1,6 +1,6 @@
 """Child processes of this package: how they are started, and the frames on their pipes.
 
-Without asyncio and numpy, which would double the start of a template worker.
+This file does without asyncio and numpy, which would double the start time of a template worker.
 
 `python_command` and `child_environment` start a child such that nothing is imported from the working directory, which
 `python -m` puts first on the import path. A model directory may contain `zmq.py`, and the operator may run the server

@@ -116,7 +116,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class PageDirectory:
-    """The page files of one server. Removes those of killed servers first. Raises ConfigError if it cannot be made."""
+    """The directory of a server's page files. Removes directories of killed servers first. Raises ConfigError."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: where to make it; None: in shared memory, or in the temporary folder"""

@@ -154,8 +154,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # tokens sent to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
     replica: int | None = None  # which of the server's engines computes it; None: the router chooses
-    continues: bool = False  # its client's request was accepted before, so no drain and no full queue refuses it
-    follows: bool = False  # an engine has answered a part of its client's request, so a waiting pause waits for it too
+    # its client's request was accepted before, so no drain and no full queue refuses it
+    already_accepted: bool = False
+    # an engine has answered a part of its client's request, so a pause that waits for requests waits for it too
+    partly_answered: bool = False
     is_answered: bool = False  # an engine that died sent its first output: values that are sent once are not sent again
 
 

@@ -59,7 +59,7 @@ def test_many_texts_keep_their_order(server: LiveServer) -> None:
     expected = [vector_of(server.link.tokenizer.encode(text)) for text in texts]
     np.testing.assert_allclose(vectors(answer), expected, rtol=1e-6)
     assert [row["index"] for row in answer.json()["data"]] == list(range(200))
-    follows = [request.follows for request in server.link.seen[-200:]]
+    follows = [request.partly_answered for request in server.link.seen[-200:]]
     assert not any(follows[:8]) and all(follows[-100:]), "a pause waits for what follows an answer"
 
 

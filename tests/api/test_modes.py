@@ -91,7 +91,7 @@ def test_beam_search_over_the_wire(server: LiveServer, client: Any, monkeypatch:
     body = {"model": "demo", "prompt": list(range(40)), "n": 1, "max_tokens": 3} | extra | fields
     answer = server.post("/v1/completions", body).json()
     assert answer["choices"][0]["weight_versions"] == ["a", "b", "c"]
-    assert [request.follows for request in server.link.seen[-3:]] == [False, True, True]
+    assert [request.partly_answered for request in server.link.seen[-3:]] == [False, True, True]
     cached = server.post("/v1/completions", body | {"use_beam_search": False}).json()["choices"][0]["meta_info"]
     assert answer["choices"][0]["meta_info"]["cached_tokens"] == cached["cached_tokens"] > 0
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached["cached_tokens"]

@@ -358,7 +358,7 @@ def test_a_part_of_an_accepted_request_is_not_refused_by_a_drain_or_a_full_queue
         with pytest.raises(QueueFullError):
             engine.check_queue()
         engine.drain()
-        part = asyncio.ensure_future(anext(engine.generate([1], SamplingParams(), continues=True)))
+        part = asyncio.ensure_future(anext(engine.generate([1], SamplingParams(), already_accepted=True)))
         await until(lambda: len(link.requests) == 10)
         others = [1]
         assert not await engine.drained(0.05)

@@ -36,7 +36,7 @@ def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> Non
     async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
         (link,) = links
         first, pause = await begun(engine, link)
-        later, step = generate(engine, "later"), generate(engine, "first", follows=True)  # as of a beam search
+        later, step = generate(engine, "later"), generate(engine, "first", partly_answered=True)  # as of a beam search
         await until(lambda: len(link.requests) == 2)
         assert [request.client_id for request in link.requests] == ["first", "first"]
         link.give(link.ids[0], 5, STOP)
@@ -46,7 +46,7 @@ def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> Non
         link.give(link.ids[1], 6, STOP)
         assert await step == [6]
         await asyncio.sleep(0.15)
-        next_step = generate(engine, "first", follows=True)
+        next_step = generate(engine, "first", partly_answered=True)
         await until(lambda: len(link.requests) == 3)
         assert not link.calls
         link.give(link.ids[2], 7, STOP)
@@ -71,7 +71,7 @@ def test_a_call_waits_for_what_came_before_it_although_another_waits_already() -
         assert len(link.requests) == 1
         pauses = [pause, asyncio.create_task(engine.call("finish"))]
         await until(lambda: len(link.requests) == 2)
-        later = [generate(engine, "later"), generate(engine, "later", continues=True)]
+        later = [generate(engine, "later"), generate(engine, "later", already_accepted=True)]
         link.give(link.ids[0], 5, STOP)
         assert await first == [5]
         await asyncio.sleep(0.2)

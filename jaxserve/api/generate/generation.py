@@ -231,8 +231,8 @@ class Generation:
                 deadline=self._seconds_left(began),
                 signal=prompt.signal,
                 outbox=outbox,
-                continues=self._is_begun and (self.at_once is not None or prompt.run is not None),
-                follows=is_step or self._is_answered,
+                already_accepted=self._is_begun and (self.at_once is not None or prompt.run is not None),
+                partly_answered=is_step or self._is_answered,
             )
             self._is_begun = is_step = True
             return cast("Stream", stream)

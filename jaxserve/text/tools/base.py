@@ -458,7 +458,7 @@ class ToolParser(ABC):
             self.content(text)
 
     def _is_head(self, text: str) -> bool:
-        """Return whether a text that was cut is no more than the head of a call, and says nothing by itself."""
+        """Return whether a text that was cut is only the head of a call, which says nothing by itself."""
         cut = "".join(text.split())
         names = self.tools.names or ("",)
         heads = self.heads() if cut and self.num_calls else ()
@@ -514,9 +514,9 @@ class ToolParser(ABC):
         return (yield from _JsonCall(self).read())
 
     def json_calls(self, *ends: str) -> Reading[bool]:
-        """Read calls one behind the other, perhaps with "," or ";" between, and one of `ends`; True if there was any.
+        """Read calls, perhaps with "," or ";" between them, and one of `ends`. Return whether there was any call.
 
-        An object behind them that is no call is content.
+        An object behind them that is not a call is content.
         """
         started = False
         while (yield from self.json_call()):
@@ -555,8 +555,8 @@ class ToolParser(ABC):
 class _JsonCall:
     """One call written as a JSON object whose opening brace has been read.
 
-    It is started when its arguments begin: what has a name and cannot be read further is no call. One that a limit or a
-    stop string cut after its name is started with what its arguments have so far.
+    It is started when its arguments begin: an object with a name that cannot be read further is not a call. A call that
+    a limit or a stop string cut after its name is started with its arguments so far.
     """
 
     NAMES = ("name", "tool_name", "function")

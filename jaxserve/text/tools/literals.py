@@ -30,9 +30,9 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def arguments_so_far(text: str) -> str | None:
-    """Return the beginning of the JSON of keyword arguments that break off; None if they are none so far.
+    """Return the beginning of the JSON of keyword arguments that break off; None if the text is something else.
 
-    What has no value yet at the end is left out.
+    A keyword at the end without a value is left out.
     """
     text = _OPEN_NUMBER.sub("", text)
     at, ends = 0, list[str]()

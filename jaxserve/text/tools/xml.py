@@ -205,6 +205,7 @@ class _Strings:
         return bool(self._quote)
 
     def feed(self, text: str) -> None:
+        """Follow the next text of the value."""
         if not self._begun and (start := text.lstrip()):
             self._begun, self._counts = True, start[0] in '[{"'
         for char in text if self._counts else "":
