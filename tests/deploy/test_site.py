@@ -21,6 +21,7 @@ def test_the_site_has_every_page() -> None:
     docs = ROOT / "docs"
     found = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
     assert sorted(pages) == sorted([*found, *SITE_PAGES.values()])
+    assert [docs / style for style in said["extra_css"]] == [docs / "site.css"] and (docs / "site.css").is_file()
     assert [ROOT / hook for hook in said["hooks"]] == [ROOT / "docgen" / "site.py"]
 
 
