@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ def test_reasoning(server: LiveServer, client: Any) -> None:
     ("<think>hm</think>It is naïve: 👩‍👩‍👧 日本 < 4.", "It is naïve: 👩‍👩‍👧 日本 < 4."),
     ("It is 4.", "It is 4."),
     ("日本 👩‍👩‍👧", "日本 👩‍👩‍👧"),
+    ("<think>hm</think>日本 👩‍👩‍👧", "日本 👩‍👩‍👧"),
+    (f"{CALL}\n日本", "日本"),
     (f"I look.{CALL}", "I look."),
     ("<think>hm</think>First.END of it", "First."),
 ])  # fmt: skip
@@ -49,6 +52,19 @@ def test_log_probabilities_join_to_the_content(server: LiveServer, client: Any, 
     assert joined == (content or "")
     streamed = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == 1 and c.choices[0].logprobs]
     assert [entry for part in streamed for entry in part.logprobs.content] == entries
+    for interval in (3, 100):
+        body = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], "logprobs": True, "stop": ["END"]}
+        answer = server.post("/v1/chat/completions", body | {"stream_interval": interval}).json()["choices"][0]
+        assert joined_bytes((answer["logprobs"] or {}).get("content", ())) == (content or ""), interval
+    body = {"model": "demo", "messages": MESSAGES, "logprobs": True, "options": {"stop": ["END"]}, "think": True}
+    for stream in (True, False):
+        lines = server.post("/api/chat", body | {"tools": [WEATHER], "stream": stream}).text.splitlines()
+        entries = [entry for line in lines for entry in json.loads(line).get("logprobs", ())]
+        assert joined_bytes(entries) == (content or ""), stream
+
+
+def joined_bytes(entries: Iterable[dict[str, Any]]) -> str:
+    return b"".join(bytes(entry["bytes"]) for entry in entries).decode()
 
 
 def test_no_thinking_gives_none(server: LiveServer, client: Any) -> None:

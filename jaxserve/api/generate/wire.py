@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import bisect
 import codecs
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from jaxserve.api.generate.task import ExtraFields, OutputOptions, SamplingMode
 from jaxserve.api.http.sse import START_SECONDS
 from jaxserve.api.work_pool import TokenTexts
 from jaxserve.text.detokenizer import RequestOutput
+from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from jaxserve.types.extras import SamplingMask, TokenExtras
 from jaxserve.types.step import FIRST_VERSION, TokenLogprobs, joined_versions
 
@@ -189,6 +192,48 @@ def chat_logprobs(
 ) -> dict[str, Any]:
     """Build `choices[].logprobs` of chat/completions."""
     return {"content": [_chat_entry(entry, top, texts, as_ids, watched) for entry in entries], "refusal": None}
+
+
+class ContentLogprobs:
+    """Picks the log-probabilities of the tokens of one choice's content, so that their texts join to it.
+
+    keeps_stop: the token that ended the output is in its text
+    """
+
+    def __init__(self, texts: TokenTexts, *, keeps_stop: bool = False) -> None:
+        self._texts, self._keeps_stop = texts, keeps_stop
+        self._in_content = True  # the last event was content; at the start it may become content
+        self._pending: list[TokenLogprobs] = []  # of tokens since the last event
+
+    def take(self, events: Sequence[Event], output: RequestOutput) -> list[TokenLogprobs]:
+        """Return the entries of the content among the events that `output` completed."""
+        follows, content = self._in_content, ""
+        for event in events:
+            if isinstance(event, ContentDelta):
+                content, self._in_content = content + event.text, True
+            elif isinstance(event, ReasoningDelta | ToolCallStart):
+                follows, self._in_content = follows and bool(content), False
+        entries = list(output.logprobs or ())
+        if isinstance(output.matched_stop, int) and not self._keeps_stop:
+            entries = entries[:-1]
+        entries = self._pending + entries
+        first, last = self._place(entries, content.encode(), output, follows) if content else (0, 0)
+        self._pending = entries[last:] if self._in_content or not events else []
+        return entries[first:last]
+
+    def _place(
+        self, entries: Sequence[TokenLogprobs], content: bytes, output: RequestOutput, follows: bool
+    ) -> tuple[int, int]:
+        """Return which of the entries are the content's. follows: what came before is content too"""
+        pieces = [self._texts.bytes(entry.token_id) for entry in entries]
+        at = b"".join(map(bytes, pieces)).rfind(content)
+        if at < 0:  # the text is not that of its tokens: white space was dropped in it, or bytes are no character
+            return (0 if follows else len(self._pending)), len(entries)
+        ends = list(itertools.accumulate(map(len, pieces)))
+        first = 0 if follows else bisect.bisect_right(ends, at)
+        if isinstance(output.matched_stop, str):  # tokens of the stop string are among them
+            return first, bisect.bisect_right(ends, at + len(content))
+        return first, bisect.bisect_left(ends, at + len(content)) + 1
 
 
 def _chat_entry(

@@ -17,7 +17,7 @@ import orjson
 
 from jaxserve.api.generate.choice_parser import ChoiceParser
 from jaxserve.api.generate.generation import Generation
-from jaxserve.api.generate.wire import chat_logprobs, is_object
+from jaxserve.api.generate.wire import ContentLogprobs, chat_logprobs, is_object
 from jaxserve.api.ollama.task import OllamaOutput
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
@@ -89,6 +89,7 @@ class OllamaAnswer:
         self._generation = generation
         self._parser = parser
         self._options = options
+        self._logprobs = ContentLogprobs(generation.state.token_texts)
         self._times = _Times()
         self._arguments: list[str] = []
         self._call = ToolCallStart(0, "", "")
@@ -132,17 +133,16 @@ class OllamaAnswer:
         yield self._line.of("") | {"done": True, "done_reason": self._reason} | counts
 
     def _written(self, output: RequestOutput) -> Iterator[Json]:
-        """Yield the lines for an output. Its log-probabilities stand on the first."""
+        """Yield the lines for an output. The log-probabilities of its text stand on the first with text."""
         if output.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
             self._reason = "length"
         events = [ContentDelta(output.text)] if self._parser is None else self._parser.read(output)
         lines = [line for event in events if (line := self._write(event)) is not None]
-        if self._options.logprobs is not None and output.logprobs:
-            lines = lines or [self._line.of("")]
-            texts = self._generation.state.token_texts
-            lines[0]["logprobs"] = chat_logprobs(output.logprobs, self._options.logprobs, texts, as_ids=False)[
-                "content"
-            ]
+        if self._options.logprobs is not None and (entries := self._logprobs.take(events, output)):
+            shown = chat_logprobs(entries, self._options.logprobs, self._generation.state.token_texts, as_ids=False)
+            parts = [(line, line.get("message", line)) for line in lines]
+            with_text = next(line for line, part in parts if part.get("content") or part.get("response"))
+            with_text["logprobs"] = shown["content"]
         yield from lines
 
     def _write(self, event: Event) -> Json | None:

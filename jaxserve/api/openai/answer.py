@@ -6,7 +6,6 @@ answer comes first, then the completion answer; each has its choices, the joinin
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from jaxserve.api.generate.planner import ChatPlan
 from jaxserve.api.generate.wire import (
     ChunkWriter,
     CompletionLogprobs,
+    ContentLogprobs,
     Envelope,
     ExtraFieldWriter,
     chat_logprobs,
@@ -44,13 +44,12 @@ class _Choice:
 
     index: int
     parser: ChoiceParser
+    content_logprobs: ContentLogprobs
     begun: bool = False
     custom: set[int] = field(default_factory=set)  # indices of calls of custom tools
     arguments: list[str] = field(default_factory=list)  # argument texts of the last call
     held_reasoning: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # content tokens that are in no chunk yet
-    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # tokens since the content without an event
-    in_content: bool = True  # the last event was content; at the start it may become content
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -108,7 +107,9 @@ class ChatChoices:
     def _begin(self, output: RequestOutput) -> _Choice:
         if not self._choices:
             self.about_prompt = self._describe_prompt()
-        choice = self._choices[output.index] = _Choice(output.index, self._plan.make_parser())
+        keeps_stop = self._plan.prompt.params.include_stop_str_in_output
+        logprobs = ContentLogprobs(self._texts, keeps_stop=keeps_stop)
+        choice = self._choices[output.index] = _Choice(output.index, self._plan.make_parser(), logprobs)
         return choice
 
     def _describe_prompt_tokens(self, entries: Sequence[TokenLogprobs | None]) -> None:
@@ -130,36 +131,9 @@ class ChatChoices:
         if self._extra_fields.wanted:
             self._extra_fields.note(0, output)
         if self._output.logprobs is not None:
-            self._collect_logprobs(choice, events, output)
+            choice.logprobs += choice.content_logprobs.take(events, output)
         if self._output.token_ids:
             choice.token_ids += output.token_ids
-
-    def _collect_logprobs(self, choice: _Choice, events: list[Event], output: RequestOutput) -> None:
-        """Keep the entries of the content's tokens. Their texts join to the content if tokens end where it ends."""
-        was_content = choice.in_content
-        has_content = False
-        for event in events:
-            if isinstance(event, ContentDelta):
-                choice.in_content = has_content = True
-            elif isinstance(event, ReasoningDelta | ToolCallStart):
-                choice.in_content = False
-        entries = list(output.logprobs or ())
-        if isinstance(output.matched_stop, int) and not self._plan.prompt.params.include_stop_str_in_output:
-            entries = entries[:-1]  # the token that ended the output is not in its text
-        pending = choice.pending_logprobs if was_content else []
-        if has_content:
-            if isinstance(output.matched_stop, str):  # tokens of the stop string are among them
-                size = sum(len(event.text.encode()) for event in events if isinstance(event, ContentDelta))
-                entries, pending = self._within(size, pending + entries), []
-            choice.logprobs += pending + entries
-            choice.pending_logprobs = []
-        else:
-            choice.pending_logprobs = pending + entries if choice.in_content else []
-
-    def _within(self, size: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Return the first entries, whose tokens have at most `size` bytes together."""
-        ends = itertools.accumulate(len(self._texts.bytes(entry.token_id)) for entry in entries)
-        return [entry for entry, end in zip(entries, ends, strict=True) if end <= size]
 
     def _deltas(self, choice: _Choice, events: list[Event]) -> list[Chunk]:
         chunks: list[Chunk] = []

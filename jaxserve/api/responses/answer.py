@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import orjson
 
 from jaxserve.api.generate.planner import ChatPlan
-from jaxserve.api.generate.wire import admitted, chat_logprobs, is_object, next_output
+from jaxserve.api.generate.wire import ContentLogprobs, admitted, chat_logprobs, is_object, next_output
 from jaxserve.api.http.errors import as_http_error
 from jaxserve.api.http.sse import named_event
 from jaxserve.api.responses.task import ResponseOptions
 from jaxserve.errors import ContextLengthError, HTTPError, QueueFullError, RequestError
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
-from jaxserve.types.step import FinishReason, TokenLogprobs
+from jaxserve.types.step import FinishReason
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _PART_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
@@ -225,8 +225,7 @@ class ResponsesAnswer:
         self._keeper = keeper or NoKeeper()
         self._parser = plan.make_parser()
         self._cached = 0
-        self._entries: list[TokenLogprobs] = []  # log-probabilities of tokens that are in no delta yet
-        self._after_text = True  # whether the last event was text of the answer, or there was none
+        self._entries = ContentLogprobs(plan.generation.state.token_texts)
         encrypt = (lambda text: state.encryption.encrypt(text, model, owner)) if options.encrypts else None
         self._writer = ItemWriter(options.tools.call_names, encrypt)
         self.held_bytes = plan.generation.held_bytes
@@ -289,21 +288,9 @@ class ResponsesAnswer:
 
     def _logprobs(self, events: Sequence[Event], output: RequestOutput) -> list[Json]:
         """Return the log-probabilities of the tokens of the answer's text among `events`."""
-        entries = [*self._entries, *(output.logprobs or ())]
-        for event in events:
-            if isinstance(event, ContentDelta):
-                if not self._after_text:  # tokens before this output belong to the reasoning, its tags or a call
-                    entries = list(output.logprobs or ())
-                self._after_text = True
-            elif isinstance(event, ReasoningDelta | ToolCallStart):
-                self._after_text = False
-        shows = any(isinstance(event, ContentDelta) for event in events)
-        self._entries = entries if self._after_text and not shows else []
-        if not shows:
-            return []
-        state = self._plan.generation.state
-        top = self._options.logprobs or 0
-        return chat_logprobs(entries, top, state.token_texts, as_ids=False)["content"]
+        entries = self._entries.take(events, output)
+        texts = self._plan.generation.state.token_texts
+        return chat_logprobs(entries, self._options.logprobs or 0, texts, as_ids=False)["content"] if entries else []
 
     async def _completed(self, last: RequestOutput | None) -> Json:
         is_whole = last is None or last.finish_reason in (None, FinishReason.STOP)
