@@ -479,3 +479,19 @@ def test_a_tool_that_is_not_there_cannot_be_brought(claude: Any) -> None:
         both(claude, tools=[TIME], messages=searched(FOUND))
     with pytest.raises(anthropic.BadRequestError, match=r"messages.1.content.0.tool is missing"):
         both(claude, tools=[TIME], messages=late({"type": "tool_removal"}))
+
+
+def test_what_anthropics_own_tools_found_is_left_out(server: LiveServer, claude: Any) -> None:
+    """A conversation that began at Anthropic goes on here."""
+    page = {"type": "web_search_result", "title": "Paris", "url": "https://a.example", "encrypted_content": "x"}
+    fetched = {"type": "web_fetch_result", "url": "https://a.example", "content": {"type": "document", "source": {}}}
+    found: list[Any] = [[page], fetched, {"type": "tool_search_tool_search_result", "tool_references": []}]
+    kinds = ("web_search_tool_result", "web_fetch_tool_result", "tool_search_tool_result")
+    blocks = [{"type": k, "tool_use_id": "s", "content": each} for k, each in zip(kinds, found, strict=True)]
+    answer = {"role": "assistant", "content": [*blocks, {"type": "text", "text": "It is sunny."}]}
+    both(claude, messages=[*USER, answer, *USER])
+    prompt = prompt_of(server)
+    assert "assistant\nIt is sunny.<|im_end|>" in prompt and "a.example" not in prompt
+    result = {"type": "tool_result", "tool_use_id": "t0", "content": {"a": 1}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages.1.content.0.content: an object is no list"):
+        both(claude, messages=[*USER, {"role": "user", "content": [result]}])

@@ -83,7 +83,8 @@ class Block(NestedObject):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)] | None = None
+    # an object: what a tool that Anthropic runs has found
+    content: str | Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)] | dict[str, Any] | None = None
     is_error: bool | None = None
     source: Source | str | None = None
     title: str | None = None

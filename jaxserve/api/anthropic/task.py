@@ -98,17 +98,22 @@ def check_blocks(
 
 
 def _check(block: Block, param: str, note: Callable[[str], None]) -> None:
+    if block.type in _SKIPPED:
+        note(block.type)
+        return
     needed = _NEEDED.get(block.type)
     if needed is not None and getattr(block, needed) is None:
         raise InvalidValueError(f"{param}.{needed} is missing.", param=param, code="missing_required_parameter")
     if block.type == "document":
         _check_document(block, param)
-    elif block.type == "image" or block.type in _SKIPPED:
+    elif block.type == "image":
         note(block.type)
     elif (changed := changed_tool(block)) is not None and not changed.is_own:
         note(f"{block.type}.{changed.type}")
     elif needed is None and block.type != "search_result":
         raise InvalidValueError(f"{param}.type: {block.type!r} is no type of block.", param=f"{param}.type")
+    if isinstance(block.content, dict):
+        raise InvalidValueError(f"{param}.content: an object is no list of blocks.", param=f"{param}.content")
     for place, inner in enumerate(block.content if isinstance(block.content, list) else ()):
         _check(inner, f"{param}.content.{place}", note)
 
@@ -214,8 +219,7 @@ def _call(block: Block) -> dict[str, Any]:
 
 
 def _tool_message(block: Block) -> Message:
-    content = block.content
-    text = content if isinstance(content, str) else _text(content or ())
+    text = _content(block)
     if block.is_error:
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
@@ -232,13 +236,20 @@ def _text_of(block: Block) -> str:
     if block.type == "image":
         return NO_IMAGE
     if block.type == "tool_result":  # inside another tool_result
-        return block.content if isinstance(block.content, str) else _text(block.content or ())
+        return _content(block)
     if block.type == "search_result":
-        return "\n".join(filter(None, [block.title, _text(block.content if isinstance(block.content, list) else ())]))
+        return "\n".join(filter(None, [block.title, "" if isinstance(block.content, str) else _content(block)]))
     if block.type == "document" and isinstance(block.source, Source):
         inner = block.source.data if block.source.type == "text" else _nested(block.source.content)
         return "\n".join(filter(None, [block.title, block.context, inner]))
     return ""
+
+
+def _content(block: Block) -> str:
+    """Return the text of what is in a block."""
+    if isinstance(block.content, str):
+        return block.content
+    return _text(block.content if isinstance(block.content, list) else ())
 
 
 def _nested(content: Any) -> str:
