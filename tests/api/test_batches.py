@@ -14,9 +14,11 @@ import pytest
 
 from jaxserve.api.batch.request import BATCH_PRIORITY, RouteHandler, with_batch_priority
 from jaxserve.api.openai.routes import create_chat_completion
+from jaxserve.config import Config
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from tests.api.conftest import LiveServer
+from tests.api.conftest import LiveServer, reply_with
+from tests.api.test_tools import STRICT
 from tests.waiting import wait_until
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -120,6 +122,24 @@ def test_lines_meet_the_checks_of_online_requests(client: Any) -> None:
         response = line["response"]
         assert (line["custom_id"], response["status_code"], line["error"]) == (sent["custom_id"], 400, None)
         assert response["body"]["error"] == online.value.body
+
+
+def test_lines_with_odd_histories_and_stops_in_the_thinking(tmp_path: Path) -> None:
+    """As online: arguments that are no object, ids of another form, and stops that sleep while the model thinks."""
+    config = Config().replace(model={"chat_template": STRICT, "reasoning_parser": "qwen3"})
+    with LiveServer(config, store=tmp_path) as server:
+        reply_with(server, "<think>END hm</think><think>END so</think>Yes. END of it.")
+        lines, user = [], {"role": "user", "content": "hi"}
+        for given in ("", "null", "[1]", '{"city": "Pa', '{"a": 1}{"a": 2}'):
+            call = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": given}}
+            called = {"role": "assistant", "content": None, "tool_calls": [call]}
+            told = {"role": "tool", "tool_call_id": "toolu_1", "content": "sun"}
+            lines.append(chat_line(len(lines), messages=[user, called, told], stop=["END"]))
+        batch = wait(server.client, create(server.client, lines))
+        assert batch.request_counts.completed == len(lines), batch
+        for line in results(server.client, batch.output_file_id):
+            message = line["response"]["body"]["choices"][0]["message"]
+            assert (message["content"], message["reasoning_content"]) == ("Yes. ", "END hm\nEND so"), message
 
 
 def test_a_bad_file_fails_with_its_lines(client: Any) -> None:
