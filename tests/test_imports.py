@@ -205,6 +205,7 @@ APART = {
     "ops.linear.few_bits_tpu": "kernels of one device",
     "ops.linear.sharded_few_bits": "kernels over several devices",
     "ops.paged_attention.triton.heads": "kernels of one device",
+    "ray.prefixes": "it is tested where Ray is not installed",
     "runtime.saved_programs.target": "devices that are not there, which only bundles need",
     "scheduler.background": "its own thought, and the scheduler is long",
     "text.renderer": "import order: the worker that it starts imports nothing of it",

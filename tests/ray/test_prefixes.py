@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Mapping
 
-from jaxserve.ray.deployments import BLOCK_BYTES, MAX_PROMPT, PrefixMap, RayReplicaLoad, RoutingRule, prompt_blocks
+from jaxserve.ray.prefixes import BLOCK_BYTES, MAX_PROMPT, PrefixMap, RayReplicaLoad, RoutingRule, prompt_blocks
 
 NAMES = ("a", "b", "c")
 
