@@ -62,6 +62,9 @@ LONG = ("tests/faults/", "tests/ops/", "tests/e2e/", "tests/runtime/", "tests/mo
 # in which one server is asked by the real client (test_first_light.py) and one engine is killed (QUICK_TESTS).
 FULL = (
     "tests/bench/",
+    "tests/cli/test_doctor.py",
+    "tests/cli/test_launch_model.py",
+    "tests/cli/test_start_faults.py",
     "tests/deploy/",
     "tests/e2e/",
     "tests/faults/",
@@ -69,6 +72,7 @@ FULL = (
     "tests/ops/",
     "tests/ray/",
     "tests/runtime/",
+    "tests/test_examples.py",
 )
 # Of these folders, what compiles little.
 QUICK = (
@@ -82,7 +86,6 @@ QUICK = (
     "tests/runtime/test_mesh.py",
     "tests/runtime/test_runner_config.py",
     "tests/runtime/test_step_input.py",
-    "tests/runtime/test_vocab.py",
 )
 QUICK_TESTS = ("tests/faults/test_engine_death.py::test_a_killed_engine_loses_nothing",)
 DEFAULT_MARKS = "not slow and not clients"  # of addopts in pyproject.toml

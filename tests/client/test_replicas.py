@@ -234,6 +234,7 @@ def test_a_request_that_gave_outputs_after_a_death_is_no_suspect_at_the_next() -
     run(test)
 
 
+@pytest.mark.full  # 43 s of an engine that does not start
 def test_an_engine_that_is_given_up_leaves_a_server_that_serves() -> None:
     async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
         task = generate(engine, "a", replica=0)
@@ -379,6 +380,7 @@ def test_a_drain_waits_for_requests_that_were_moved() -> None:
     run(test)
 
 
+@pytest.mark.full  # 43 s of an engine that does not start
 def test_when_the_last_engine_is_given_up_every_request_has_an_answer() -> None:
     async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
         tasks = [generate(engine, name) for name in "abc"]
