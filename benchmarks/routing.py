@@ -225,7 +225,7 @@ class Simulation:
     def _report(self, index: int) -> None:
         log = self._engines[index].kv.page_log
         if log is not None and (events := log.take()) is not None:
-            self._router.take(index, events)
+            self._router.update(index, events)
 
     def _loads(self) -> list[ReplicaLoad]:
         return [

@@ -76,7 +76,7 @@ def measure_index(options: argparse.Namespace) -> None:
     router, count = Router(PAGE_SIZE), options.replicas
     before = memory()
     added = sum(
-        timed(lambda replica=replica, events=events: router.take(replica, events))
+        timed(lambda replica=replica, events=events: router.update(replica, events))
         for replica, events in zip(itertools.cycle(range(count)), _events(options.pages), strict=False)
     )
     show(f"index: {options.pages} pages of {count} replicas", f"{(memory() - before) / options.pages:.0f} bytes a page")
@@ -88,7 +88,7 @@ def measure_index(options: argparse.Namespace) -> None:
     for prompt in prompts:
         keys = b"".join(page_keys("", prompt, PAGE_SIZE))
         for replica in range(count):
-            router.take(replica, PageEvents(keys[: (1 + replica * 255 // count) * KEY_BYTES]))
+            router.update(replica, PageEvents(keys[: (1 + replica * 255 // count) * KEY_BYTES]))
     label = f"choose: of which each replica has a part of {PROMPT} tokens"
     show(label, each(_choices(router, loads, prompts), REPEATS, "a choice"))
     keys_only = timed(lambda: [list(page_keys("", prompt, PAGE_SIZE)) for prompt in prompts])
