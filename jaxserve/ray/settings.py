@@ -126,7 +126,7 @@ def _actor_options(bundle: Mapping[str, float]) -> dict[str, Any]:
     return options | ({"resources": rest} if rest else {})
 
 
-ROUTER = "jaxserve.ray.deployments:PrefixRouter"
+ROUTER = "jaxserve.ray.router:PrefixRouter"
 STATS_SECONDS = 1.0  # seconds between two readings of a replica's load
 STOP_SECONDS = 15.0  # an engine must end within this time after its requests
 SPARE = 1.25  # requests that a replica accepts, as a multiple of max_num_seqs

@@ -61,7 +61,7 @@ def test_names_of_ray_serve_llm() -> None:
         "accelerator_type": "H100",
         "runtime_env": {"env_vars": {"A": "b"}},
     }
-    assert engine["request_router_config"]["request_router_class"] == "jaxserve.ray.deployments:PrefixRouter"
+    assert engine["request_router_config"]["request_router_class"] == "jaxserve.ray.router:PrefixRouter"
 
 
 def test_a_source_is_the_id_unless_it_is_given() -> None:
