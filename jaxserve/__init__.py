@@ -8,9 +8,9 @@ import importlib
 TYPE_CHECKING = False  # typing's; under `python -m jaxserve` the working directory is still on the import path here
 
 if TYPE_CHECKING:
-    from jaxserve.client.async_engine import AsyncEngine
     from jaxserve.config import Config
     from jaxserve.engine.engine import Completion
+    from jaxserve.library.async_engine import AsyncEngine
     from jaxserve.library.in_process import Engine
     from jaxserve.library.serving import launch_server
     from jaxserve.text.detokenizer import RequestOutput
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncEngine": "jaxserve.client.async_engine",
+    "AsyncEngine": "jaxserve.library.async_engine",
     "Completion": "jaxserve.engine.engine",
     "Config": "jaxserve.config",
     "Engine": "jaxserve.library.in_process",
-    "GrammarSpec": "jaxserve.types.step",
+    "GrammarSpec": "jaxserve.types.sampling",
     "RequestOutput": "jaxserve.text.detokenizer",
-    "SamplingParams": "jaxserve.types.step",
+    "SamplingParams": "jaxserve.types.sampling",
     "launch_server": "jaxserve.library.serving",
 }
 

@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -79,7 +79,18 @@ class CacheSection(Section):
     num_window_pages: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
         "auto",
         description="Number of pages of the sliding-window layers, which only store the window. auto: enough for "
-        "max_num_seqs requests, or half of num_pages.",
+        "max_num_seqs requests, or half of num_pages. If layers have windows of several widths, or chunks, it is the "
+        "number of the widest, and the others get their share.",
+    )
+    num_state_pages: Annotated[Int, Field(ge=2, lt=2**31)] | Auto = Field(
+        "auto",
+        description="Number of recurrent states, for models whose layers have one: of running requests, and cached. "
+        "auto: twice max_num_seqs, or half of the cache's memory.",
+    )
+    state_interval: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
+        "auto",
+        description="Tokens between two recurrent states that the prefix cache keeps of a prompt or an output, rounded "
+        "up to pages. auto: 2048, on a CPU 512; 128 if all are short convolutions.",
     )
     memory_fraction: Float = Field(
         0.9,
@@ -318,7 +329,10 @@ class ModelEntry(BaseModel):
     )
 
 
-def _distinct(entries: Sequence[ModelEntry]) -> Sequence[ModelEntry]:
+_Entry = TypeVar("_Entry", ModelEntry, "AdapterEntry")
+
+
+def _distinct(entries: Sequence[_Entry]) -> Sequence[_Entry]:
     counts = Counter(entry.name for entry in entries)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"the name {repeated[0]!r} is given twice")
@@ -357,7 +371,7 @@ class ModelsSection(Section):
 
 
 DEFAULT_STORE = "~/.local/share/jaxserve"  # the meaning of store.path: auto
-_LISTS = ("keys", "served")  # lists whose errors name the entry
+_LISTS = ("keys", "served", "adapters")  # lists whose errors name the entry
 SECRETS = ("api_key", "admin_api_key", "keys", "watermark_key")  # in the section server; never printed
 
 
@@ -376,15 +390,13 @@ class ModelSection(Section):
         description="Data type of weights and activations. On a CPU activations are float32 with bfloat16 weights too. "
         "auto: bfloat16; on a CPU float32, unless the checkpoint is bfloat16 and the C kernels run.",
     )
-    quantization: Literal["auto", "none", "int8", "fp8", "int4"] = Field(
+    quantization: Literal["auto", "none", "int8", "fp8", "int4", "mxfp4", "nvfp4"] = Field(
         "auto",
         description="auto: weights of 8 and 4 bits as published, others not quantised. none: all are converted to "
         "dtype. Others: linear layers and experts are quantised at load, to 8 bits with a scale for 128 numbers or 4 "
-        "bits with one for 32; embeddings, heads, norms and routers are not.",
+        "bits with one for 32 (nvfp4: 16); embeddings, heads, norms and routers are not.",
     )
-    quantize_head: bool = Field(
-        False, description="Quantise the output head too, with quantization: int8, fp8 or int4."
-    )
+    quantize_head: bool = Field(False, description="Quantise the output head too, with a quantization at load.")
     max_model_len: Annotated[Int, Field(ge=8, le=2**26)] | None = Field(
         None, description="Context length in tokens, prompt plus output. Default: the model's."
     )
@@ -492,13 +504,27 @@ class RuntimeSection(Section):
     )
 
 
+NUM_NGRAM_DRAFTS = 15  # they cost nothing until they are computed
+NUM_DRAFTS = 4  # of a draft model, which computes them one after the other
+
+
 class SpeculationSection(Section):
     """Several tokens per step: guessed tokens are verified together. The output does not change."""
 
-    method: Literal["off", "ngram"] = Field(
-        "off", description="Where guesses come from. ngram: what followed the last tokens earlier in prompt and output."
+    method: Literal["off", "ngram", "draft_model"] = Field(
+        "off",
+        description="Where guesses come from. ngram: what followed the last tokens earlier in prompt and output. "
+        "draft_model: a small model with the same vocabulary.",
     )
-    num_speculative_tokens: Int = Field(15, ge=1, le=31, description="Maximum number of guessed tokens per step.")
+    draft_model: Text | None = Field(
+        None, description="The model of method draft_model, as model.path: a directory or a name on the hub."
+    )
+    draft_revision: Text | None = Field(
+        None, description="Branch, tag or commit of speculation.draft_model on the hub."
+    )
+    num_speculative_tokens: Int | None = Field(
+        None, ge=1, le=31, description="Maximum number of guessed tokens per step. null: 15, of a draft model 4."
+    )
     prompt_lookup_min: Int = Field(2, ge=1, le=64, description="Number of last tokens that must match.")
     prompt_lookup_max: Int = Field(
         8, ge=1, le=64, description="The longest match wins; matches of this many tokens count as equal."
@@ -511,10 +537,75 @@ class SpeculationSection(Section):
             raise ValueError(f"it must be at least prompt_lookup_min, {least}")
         return most
 
+    @field_validator("prompt_lookup_min", "prompt_lookup_max")
+    @classmethod
+    def _of_ngram(cls, value: int, info: ValidationInfo) -> int:
+        default = cls.model_fields[str(info.field_name)].default  # as `jaxserve config show` writes it
+        if value != default and info.data.get("method") == "draft_model":
+            raise ValueError("it is for the method ngram")
+        return value
+
+    @field_validator("draft_model", "draft_revision")
+    @classmethod
+    def _of_method(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("method", "draft_model") != "draft_model":
+            raise ValueError("it is for the method draft_model")
+        return value
+
+    @model_validator(mode="after")
+    def _with_model(self) -> SpeculationSection:
+        if self.method == "draft_model" and self.draft_model is None:
+            raise ValueError("the method draft_model needs speculation.draft_model")
+        return self
+
     @property
     def max_drafts(self) -> int:
         """Most guessed tokens of a request in a step; 0: no speculation."""
-        return 0 if self.method == "off" else self.num_speculative_tokens
+        if self.method == "off":
+            return 0
+        return self.num_speculative_tokens or (NUM_DRAFTS if self.method == "draft_model" else NUM_NGRAM_DRAFTS)
+
+
+class AdapterEntry(BaseModel):
+    """An adapter that is loaded at the start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$", description="Name that requests send as `model`."
+    )
+    path: Text = Field(description="Directory with adapter_config.json and adapter_model.safetensors.")
+    pinned: bool = Field(False, description="Keep it on the devices.")
+
+
+AdapterEntries = Annotated[
+    tuple[AdapterEntry, ...], BeforeValidator(json_list), AfterValidator(_distinct), Field(max_length=1024)
+]
+
+
+class LoraSection(Section):
+    """Adapters (LoRA): variants of the model, many in one batch."""
+
+    slots: Int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Adapters that are on the devices at once; each step computes all of them. More wait in the memory "
+        "of the host. 0: no adapters.",
+    )
+    max_rank: Int = Field(
+        16, ge=1, le=512, description="Highest rank of an adapter; rounded up to a power of two, at least 16."
+    )
+    adapters: AdapterEntries = Field(
+        (), description="Adapters that are loaded at the start: [{name, path, pinned}]. It needs lora.slots."
+    )
+
+    @field_validator("adapters")
+    @classmethod
+    def _has_slots(cls, entries: Sequence[AdapterEntry], info: ValidationInfo) -> Sequence[AdapterEntry]:
+        if entries and not info.data.get("slots"):
+            raise ValueError("it needs lora.slots")
+        return entries
 
 
 class ServerSection(Section):
@@ -554,7 +645,7 @@ class ServerSection(Section):
     max_body_bytes: Annotated[Int, Field(ge=1024, le=2**31)] | Auto = Field(
         "auto",
         description="Maximum bytes of a request body, except uploads. Larger ones get status 413. auto: 8 MiB, or "
-        "32 bytes per token of the context if that is more, at most 64 MiB.",
+        "32 bytes per token of the context if that is more, at most 64 MiB; for a model that takes pictures, 32 MiB.",
     )
     header_timeout: Seconds = Field(
         10.0, description="Close a connection whose request headers take longer than this many seconds."
@@ -623,6 +714,46 @@ class StoreSection(Section):
     )
 
 
+class MediaSection(Section):
+    """Pictures in requests, for models that take them."""
+
+    allowed_hosts: HostNames = Field(
+        (),
+        description="Hosts from which pictures may be fetched by URL; *.example.com: all below, *: any. Only public "
+        "addresses are fetched from. Empty: pictures come as data: URLs only.",
+    )
+    max_items: Int = Field(
+        16,
+        ge=0,
+        le=256,
+        description="Maximum number of pictures in a prompt. 0: the tower is not loaded, and the model served as text.",
+    )
+    max_bytes: Bytes = Field(
+        20 * 2**20, description="Maximum bytes of an encoded picture, e.g. of a JPEG; at most 64 MiB."
+    )
+    max_pixels: Int = Field(
+        40_000_000,
+        ge=1024,
+        le=100_000_000,
+        description="Maximum pixels of a picture before it is resized; all pictures of a prompt: 4 times as many.",
+    )
+    cache: Bytes = Field(
+        256 * 2**20, description="Memory for pictures that were read, so that one sent again is not decoded again."
+    )
+    memory: Bytes = Field(
+        2**30,
+        description="Memory for all pictures that were read, those of running requests included. Beyond, requests with "
+        "pictures get status 503.",
+    )
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _as_large_as_a_body(cls, size: int) -> int:
+        if size > 64 * 2**20:
+            raise ValueError("should be at most 64MiB")
+        return size
+
+
 class LoggingSection(Section):
     """Log lines and traces."""
 
@@ -648,9 +779,11 @@ class Config(Section):
     scheduler: SchedulerSection = SchedulerSection()  # type: ignore[call-arg]
     runtime: RuntimeSection = RuntimeSection()  # type: ignore[call-arg]
     speculation: SpeculationSection = SpeculationSection()  # type: ignore[call-arg]
+    lora: LoraSection = LoraSection()  # type: ignore[call-arg]
     server: ServerSection = ServerSection()  # type: ignore[call-arg]
     store: StoreSection = StoreSection()  # type: ignore[call-arg]
     models: ModelsSection = ModelsSection()  # type: ignore[call-arg]
+    media: MediaSection = MediaSection()  # type: ignore[call-arg]
     logging: LoggingSection = LoggingSection()  # type: ignore[call-arg]
 
     @classmethod
@@ -688,12 +821,15 @@ class Config(Section):
         tree: dict[str, dict[str, Any]] = {"model": {"path": model}}
         for name, value in keys.items():
             sections = [key.partition(".")[0] for key in [*known_keys(), *RENAMED] if key.partition(".")[2] == name]
-            if name == "dtype":
-                sections = ["model"]
+            if name in _ALSO_ELSEWHERE:
+                sections = [_ALSO_ELSEWHERE[name]]
             if len(sections) != 1:
                 raise ConfigError(f"no key {name!r}" if not sections else f"{name!r} is in {sections}")
             tree.setdefault(sections[0], {})[name] = value
         return cls.parse(tree)
+
+
+_ALSO_ELSEWHERE = {"dtype": "model", "allowed_hosts": "server"}  # key -> the section that it means without one
 
 
 def _plain(value: Any) -> Any:
@@ -771,3 +907,13 @@ def _explain(error: ValidationError) -> str:
         for key, words in reasons.items()
     )
     return "; ".join(lines)
+
+
+def changed_keys(old: Config, new: Config) -> list[str]:
+    """Return the names of the keys that differ, such as `server.port`."""
+    return [
+        f"{section}.{name}"
+        for section in Config.model_fields
+        for name in type(getattr(old, section)).model_fields
+        if getattr(getattr(old, section), name) != getattr(getattr(new, section), name)
+    ]

@@ -28,6 +28,7 @@ JaxserveError
     ├── RequestTimeoutError         504 a deadline passed
     ├── EngineDeadError             503 the engine ended and the request cannot be replayed
     ├── WeightsLostError            503 an update failed half way, and the model has no weights
+    ├── MediaMemoryError            503 the images of running requests fill the memory for images, Retry-After
     ├── StoreUnavailableError       503 the server runs without a store
     ├── StorageError                507 the store cannot be written
     │   └── DiskFullError               507 its disk is full
@@ -233,6 +234,14 @@ class ServerError(HTTPError):
 class NotReadyError(ServerError):
     status = 503
     code = "not_ready"
+    retry_after = 1.0
+
+
+class MediaMemoryError(ServerError):
+    """The pictures of running requests fill media.memory."""
+
+    status = 503
+    code = "media_memory_full"
     retry_after = 1.0
 
 

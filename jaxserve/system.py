@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 
@@ -200,11 +198,15 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 def machine_memory() -> int:
     """Return the bytes of memory of this machine, or of its container if that has less."""
+    import psutil  # noqa: PLC0415  15 ms that the API process does not need
+
     return min([psutil.virtual_memory().total, *_container_limits()])
 
 
 def free_memory() -> int:
     """Return the bytes of memory that are free on this machine, at most the limit of its container."""
+    import psutil  # noqa: PLC0415  15 ms that the API process does not need
+
     return min([psutil.virtual_memory().available, *_container_limits()])
 
 

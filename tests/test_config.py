@@ -28,8 +28,10 @@ LISTS = (
     "model.served_name",
     "model.classifier_from_token",
     "server.allowed_hosts",
+    "media.allowed_hosts",
     "server.cors_origins",
     "server.keys",
+    "lora.adapters",
     "server.weights_directories",
     "models.served",
 )
@@ -39,16 +41,22 @@ PLAIN_WORDS = [word for word in WORDS if word.strip() and "\n" not in word]
 HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (TEXT_KEYS, ["é" * 3, "none", "null", *PLAIN_WORDS], "a name: no such file, host or parser is an error at start"),
     (["model.chat_template"], ["a\nb"], "a template may have several lines"),
-    (["server.allowed_hosts"], [word for word in PLAIN_WORDS if word != "-inf"], "a name that nobody asks for"),
+    (
+        ["server.allowed_hosts", "media.allowed_hosts"],
+        [word for word in PLAIN_WORDS if word != "-inf"],
+        "a name that nobody asks for",
+    ),
     (SWITCHES, [True, 0, "0", "true"], "0 and true are how YAML and environments write a switch"),
     (["model.quantization"], ["none"], "the word for weights that are not quantised"),
     (["mesh.cluster"], ["none"], "the default"),
+    (["lora.slots"], [0, "0"], "0: no adapters"),
     (["mesh.host_rank"], [0, "0"], "0 is the only host"),
     (["mesh.prefill_replicas"], [0, "0"], "0: every engine computes prompts"),
     (["server.port"], [0, "0"], "0 takes a free port"),
     (["server.drain_timeout"], [0, "0"], "0 gives running requests no time"),
     (["models.wait_seconds"], [0, "0"], "0: no request waits for its model"),
     (["cache.host_memory"], [10**12, str(10**12)], "more than the machine has is an error at start"),
+    (["media.cache", "media.memory"], [10**12, str(10**12)], "a limit that requests do not reach"),
     (["store.thread_quota"], [10**12, str(10**12)], "a disk without room drops threads"),
     (["runtime.random_seed", "server.watermark_key"], [0, "0", 10**12, str(10**12)], "any number is a seed"),
     (["server.api_key", "server.admin_api_key"], [w for w in PLAIN_WORDS if w != "none"], "visible ASCII is a key"),
@@ -152,3 +160,12 @@ def test_a_broken_file_is_not_quoted(tmp_path: Path) -> None:
 def test_several_mistakes_are_all_named() -> None:
     with pytest.raises(ConfigError, match=r"cache\.page_size: .*or should be 'auto', not 0; server\.port: .*70000"):
         Config.parse({"cache": {"page_size": 0}, "server": {"port": 70000}})
+
+
+@pytest.mark.parametrize("key", ["prompt_lookup_min", "prompt_lookup_max"])
+def test_a_draft_model_looks_nothing_up(key: str) -> None:
+    drafts: dict[str, Any] = {"method": "draft_model", "draft_model": "small"}
+    wrong: dict[str, Any] = {**drafts, key: 5}
+    with pytest.raises(ConfigError, match=f"^speculation.{key}: .*it is for the method ngram"):
+        Config.of(**wrong)
+    assert Config.parse(Config.of(**drafts).model_dump()).speculation.draft_model == "small"  # all keys are written

@@ -50,7 +50,7 @@ class PlanOffer(Message, frozen=True):
     """The memory plan of a host. The leader answers with a plan that fits on all hosts."""
 
     num_pages: int
-    num_window_pages: int
+    of_groups: tuple[int, ...]  # pages of the layer groups from 1 on
     max_model_len: int
 
 

@@ -30,7 +30,9 @@ from jaxserve.errors import (
     ServerError,
 )
 from jaxserve.types.bounds import Int32
+from jaxserve.types.calls import EngineCall, WorkerCall
 from jaxserve.types.page_keys import PageEvents
+from jaxserve.types.picture import PictureInfo
 from jaxserve.types.sampling import EngineRequest
 from jaxserve.types.step import FIRST_VERSION, DraftCounters, TokenOutput
 
@@ -70,7 +72,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     regression: bool = False  # the classification head gives values, not logits of labels
     raw_scores: bool = False  # relevance is the head's value itself, without a sigmoid
     label_token_ids: tuple[int, ...] = ()  # if a reranker answers with a word: the ids of not relevant and relevant
+    lora_slots: int = 0  # adapters on the devices at once; 0: none are served
     routed: tuple[int, int] = (0, 0)  # number of MoE layers, and routed experts per token in each
+    pictures: PictureInfo | None = None  # None: the model takes no pictures
+    drafter: str = ""  # where drafts come from, for the operator; "": there are none
 
     @property
     def task(self) -> Literal["generate", "embed", "classify"]:
@@ -91,6 +96,22 @@ class WaitingRequest(msgspec.Struct, frozen=True):
     client_id: str
     reason: str
     seconds: float  # since its arrival in the engine
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded adapter, and its requests.
+
+    digest: of its tensors and scales. version: how often its name was loaded. path: empty if it came as arrays
+    """
+
+    name: str
+    digest: str
+    rank: int
+    version: int
+    path: str = ""
+    pinned: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
 
 
 class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -115,6 +136,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     step_sizes: list[int] = []  # number of steps by size, see scheduler_stats.STEP_SIZES
     drafts: DraftCounters | None = None  # None: there is no speculation
     weight_version: str = FIRST_VERSION
+    adapters: list[AdapterStatus] = []
     details: dict[str, float] = {}
 
 
@@ -161,7 +183,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
         except (OverflowError, TypeError) as error:
             raise InvalidValueError(f"the prompt's token ids: {error}", param="prompt") from None
         try:
-            _REQUEST.decode(_ENCODER.encode(shared))
+            # Without the pictures, which have megabytes and are checked where they are made and by the engine.
+            _REQUEST.decode(_ENCODER.encode(msgspec.structs.replace(shared, pictures=())))
         except (msgspec.MsgspecError, ValueError, OverflowError, TypeError) as error:
             raise InvalidValueError(f"the request cannot be run: {error}") from None
         return cls(prompt, shared, siblings)
@@ -192,11 +215,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """An administrative call. It is answered by one Reply."""
+    """A call to an engine or to a worker. It is answered by one Reply."""
 
     call_id: int
-    method: str
-    args: dict[str, Any] = {}
+    call: EngineCall | WorkerCall
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

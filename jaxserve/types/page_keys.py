@@ -6,10 +6,13 @@ and no tokens are sent. Two prefixes with the same key, one in 2**64, cost a wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 import msgspec
+
+from jaxserve.types.picture import Picture
 
 KEY_BYTES = 8
 TOKEN_BYTES = 4  # a token is an int32
@@ -30,6 +33,37 @@ def root_key(namespace: str) -> bytes:
 def next_key(parent: bytes, tokens: bytes) -> bytes:
     """Return the key of a page. parent: key of the page before it. tokens: int32, little-endian"""
     return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+
+
+def with_pictures(prompt: Sequence[int], pictures: Sequence[Picture], page_size: int) -> list[int]:
+    """Return a prompt's tokens as the prefix cache knows them: each page that a picture overlaps names the picture.
+
+    In each such page the picture's first placeholder becomes one wide negative number, of its whole digest and of the
+    page's place in the picture. So pages are equal only if their pictures are. No token is negative.
+    """
+    found = list(prompt)
+    for picture in pictures:
+        number = int.from_bytes(picture.digest, "big")
+        later = range((picture.start // page_size + 1) * page_size, picture.end, page_size)
+        for position in (picture.start, *later):
+            found[position] = -1 - (number << 32 | position - picture.start)
+    return found
+
+
+_WIDE_BYTES = 40  # a digest, 4 bytes of a place, and the sign
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Return the tokens of a page as bytes, int32, little-endian; wide numbers of pictures follow them.
+
+    Different pages have different bytes: a page with pictures is longer than one without, and says where they are.
+    """
+    try:
+        return array("i", tokens).tobytes()
+    except OverflowError:
+        pass
+    narrow = array("i", [max(token, -1) for token in tokens]).tobytes()
+    return narrow + b"".join(token.to_bytes(_WIDE_BYTES, "little", signed=True) for token in tokens if token < 0)
 
 
 def page_keys(namespace: str, prompt: bytes, page_size: int) -> Iterator[bytes]:

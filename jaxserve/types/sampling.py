@@ -21,6 +21,7 @@ import numpy as np
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.bounds import Count, Int32, NotNegative, Positive, Real, Share, TopCount
 from jaxserve.types.extras import ExtraParams
+from jaxserve.types.picture import Picture
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
     thinking: ThinkingBudget | None = None
 
+    def __post_init__(self) -> None:
+        """Take one stop string for a tuple of it, and a list for a tuple."""
+        for name in _TUPLES:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, (value,))
+            elif isinstance(value, list):
+                msgspec.structs.force_setattr(self, name, tuple(value))
+
+
+_TUPLES = ("stop", "stop_regex", "stop_token_ids")
+
 
 EMBED = SamplingParams(embed=True, max_tokens=0)  # for an embedding or the values of a classification head
 
@@ -146,6 +159,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: Int32 = 0  # lower runs earlier
     tenant: Tenant | None = None  # None: the default one
     namespace: str = ""  # of the prefix cache, made of cache_salt and extra_key; namespaces share no pages
+    adapter: str = ""  # digest of a loaded adapter; empty: none. The namespace begins with it
     group: str = ""  # shared by the siblings of one n > 1 request; made by the server, unique
     # seconds from arrival, after which it ends with an error
     deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None
@@ -159,6 +173,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # an engine has answered a part of its client's request, so a pause that waits for requests waits for it too
     partly_answered: bool = False
     is_answered: bool = False  # an engine that died sent its first output: values that are sent once are not sent again
+    pictures: tuple[Picture, ...] = ()  # of the prompt, in its order
+
+
+def namespace_of(adapter: str, salt: str) -> str:
+    """Return the namespace of the prefix cache for an adapter's digest, "" for none, and a salt."""
+    return f"{adapter}\0{salt}" if adapter else salt
 
 
 MAX_SEED = 2**63 - 1

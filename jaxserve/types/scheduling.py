@@ -1,14 +1,15 @@
 """The scheduler's view of the model, the device and the configuration: resolved numbers, no "auto".
 
-Also the measured durations of steps, and how many pages a sliding window needs. The page at index i holds the positions
-[i * page_size, (i + 1) * page_size), as everywhere.
+Also the measured durations of steps, and how many pages the layers need that do not see all tokens. The page at
+index i holds the positions [i * page_size, (i + 1) * page_size), as everywhere.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
@@ -23,18 +24,24 @@ class StepTimes:
     decode     decode rows -> seconds
     prefill    tokens of a step with a prompt -> seconds
     verify     tokens of a step with drafts -> seconds
+    draft      rows that the device proposes drafts for -> seconds
     """
 
     decode: Mapping[int, float]
     prefill: Mapping[int, float]
     verify: Mapping[int, float] = field(default_factory=dict)
+    draft: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, decode: Mapping[int, float], prefill: Mapping[int, float], verify: Mapping[int, float] | None = None
+        cls,
+        decode: Mapping[int, float],
+        prefill: Mapping[int, float],
+        verify: Mapping[int, float] | None = None,
+        draft: Mapping[int, float] | None = None,
     ) -> StepTimes:
         """Build the tables from one measurement per size. Removes noise: no size takes longer than a larger one."""
-        return cls(_rising(decode), _rising(prefill), _rising(verify or {}))
+        return cls(_rising(decode), _rising(prefill), _rising(verify or {}), _rising(draft or {}))
 
     def like(self, full: StepTimes) -> StepTimes:
         """Return these times with prefill as slow as in `full`, which has the largest size of the same programs.
@@ -45,7 +52,7 @@ class StepTimes:
         if not self.prefill.get(largest) or largest not in full.prefill:
             return self
         factor = max(1.0, full.prefill[largest] / self.prefill[largest])
-        return StepTimes(self.decode, {size: factor * taken for size, taken in self.prefill.items()}, self.verify)
+        return replace(self, prefill={size: factor * taken for size, taken in self.prefill.items()})
 
     def decode_seconds(self, rows: int) -> float:
         """Return the seconds of a step with `rows` decode rows; 0 if nothing was timed."""
@@ -54,6 +61,10 @@ class StepTimes:
     def verify_seconds(self, tokens: int) -> float:
         """Return the seconds of a step with drafts of `tokens` tokens; 0 if nothing was timed."""
         return _seconds(self.verify, tokens)
+
+    def draft_seconds(self, rows: int) -> float:
+        """Return the seconds in which the device proposes drafts for `rows` rows; 0 if nothing was timed."""
+        return _seconds(self.draft, rows)
 
     def prefill_seconds(self, tokens: int) -> float:
         """Return the seconds of the steps that compute `tokens` prompt tokens; 0 if nothing was timed."""
@@ -97,23 +108,38 @@ def _seconds(table: Mapping[int, float], count: int) -> float:
     return table[min(size for size in table if size >= count)]
 
 
-@dataclass(frozen=True, slots=True)
-class WindowSize:
-    """Computes with the sizes of a window, a page and a step.
+class Reach(NamedTuple):
+    """Which tokens before it a token sees, in layers that do not see all.
 
-    window: tokens that a token sees, itself included. chunk: maximum number of prompt tokens per step.
-
-    tokens_per_step: maximum number of tokens of a decode row, drafts included
+    window  the last `tokens` tokens, itself included: [p - tokens + 1, p]
+    chunk   those of its chunk: [p - p % tokens, p]
     """
 
-    window: int
+    kind: Literal["window", "chunk"]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Computes with the sizes of a reach, a page and a step.
+
+    prompt_tokens: maximum number of prompt tokens per step. tokens_per_step: maximum number of tokens of a decode row,
+    drafts included
+    """
+
+    reach: Reach
     page_size: int
-    chunk: int
+    prompt_tokens: int
     tokens_per_step: int = 1
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that the token at `position` sees."""
+        kind, tokens = self.reach
+        return position - position % tokens if kind == "chunk" else max(0, position - tokens + 1)
 
     def first_of_prefix(self, num_pages: int) -> int:
         """Return the index of the first page that the token after a prefix of `num_pages` pages sees."""
-        return max(0, (num_pages * self.page_size - self.window + 1) // self.page_size)
+        return self.first_seen(num_pages * self.page_size) // self.page_size
 
     def first_needed(self, position: int) -> int:
         """Return the index of the first page to keep for tokens from `position` on.
@@ -127,15 +153,17 @@ class WindowSize:
         """Return the next position at which `first_needed` can change."""
         return ((position - 1) // self.page_size + 1) * self.page_size + 1
 
+    # A chunk of n tokens never needs more pages than a window of n tokens, so the sizes below are a window's.
+
     @property
     def decoding(self) -> int:
         """Maximum number of pages of a decoding request, with one step in flight and the next one."""
-        return self._span(2 * self.tokens_per_step)
+        return self._touched(2 * self.tokens_per_step)
 
     @property
     def prefilling(self) -> int:
-        """Maximum number of pages of a request in prefill, with one chunk in flight and the next one."""
-        return self._span(2 * max(self.chunk, self.tokens_per_step))
+        """Maximum number of pages of a request in prefill, with the tokens of one step in flight and the next one."""
+        return self._touched(2 * max(self.prompt_tokens, self.tokens_per_step))
 
     def most(self, longest: int) -> int:
         """Return the maximum number of pages of a decoding request of at most `longest` tokens."""
@@ -144,21 +172,76 @@ class WindowSize:
     def for_requests(self, count: int) -> int:
         """Return how many pages the pool needs for `count` requests.
 
-        These are the pages that they can hold at once, two prefill chunks included, plus as many windows for cached
+        These are the pages that they can hold at once, the prompts of two steps included, plus as many for cached
         prefixes that no request uses.
         """
-        return 2 * count * self.decoding + 2 * -(-self.chunk // self.page_size)
+        return 2 * count * self.decoding + 2 * -(-self.prompt_tokens // self.page_size)
 
     def least(self, longest: int) -> int:
         """Return the fewest pages with which a sequence of `longest` tokens can run alone, with any cached prefix."""
         return min(2 * self.decoding, -(-longest // self.page_size))
 
-    def _span(self, new: int) -> int:
+    def _touched(self, new: int) -> int:
         """Return the maximum number of pages that `new` tokens, the window and up to a page before it can touch."""
-        return (self.window + new - 3) // self.page_size + 3
+        return (self.reach.tokens + new - 3) // self.page_size + 3
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """The page pool of the layers of one reach.
+
+    num_host_pages: copies of evicted pages in the memory of the host
+    """
+
+    reach: Reach
+    num_pages: int
+    num_host_pages: int = 0
+
+
+STATE_EMITS = 4  # states that a step may keep for the prefix cache, of each row
+# of a slot in the table of states: page to read, page to write, tokens that the former holds, then (position, page)
+# of each state to keep
+STATE_COLUMNS = 3 + 2 * STATE_EMITS
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """The pool of recurrent states. A page is the state of all layers that have one, after some number of tokens.
+
+    interval: tokens between two states that are kept for the prefix cache. border: tokens; states are kept at multiples
+    of it. The page size divides it, and it divides the interval.
+    """
+
+    num_pages: int
+    interval: int
+    border: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TowerLimits:
+    """How the pictures of a model are encoded.
+
+    num_rows      rows of the pool, each of one token
+    merge         patches of a token are merge x merge
+    sizes         patches of the programs, ascending
+    num_blocks    blocks of the tower
+    work          patches times blocks of a step, at least one block. A step is as long, and running streams wait for it
+    packs         whether pictures share a program if they fit. If not, the bits of a row depend on its picture alone
+    """
+
+    num_rows: int
+    merge: int
+    sizes: tuple[int, ...]
+    num_blocks: int
+    work: int
+    packs: bool = True
+
+    def size_of(self, num_patches: int) -> int:
+        """Return the patches of the smallest program that holds as many."""
+        return self.sizes[bisect_left(self.sizes, num_patches)]
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """Resolved settings of the scheduler. Raises ConfigError if two numbers contradict each other."""
 
@@ -175,16 +258,18 @@ class SchedulerConfig:
     aging_steps: int = 1024  # steps after which a waiting request may not be passed any more
     max_drafts: int = 0  # drafts of a decode row; 0: no speculation
     verify_sizes: tuple[int, ...] = ()  # tokens of a step with drafts, ascending
-    window: int | None = None  # tokens that sliding-window layers see; None: no such layers
-    num_window_pages: int = 0  # size of their own page pool
+    draft_rows: int = 0  # most rows that the device proposes drafts for; 0: it proposes none
     num_host_pages: int = 0  # copies of evicted pages in the memory of the host
-    num_host_window_pages: int = 0  # likewise, of the windowed layers
+    groups: tuple[GroupSizes, ...] = ()  # of the layers that do not see all tokens, each with page tables of its own
+    states: StateSizes | None = None  # of the layers with a recurrent state; None: there are none
     page_events: bool = False  # whether the pages that enter and leave the prefix cache are reported
     # tokens, ascending; a step with a prompt is shortened to one of them if that saves padding
     step_sizes: tuple[int, ...] = ()
     batch_policy: Literal["priority", "yield"] = "priority"  # see background.py
     step_times: StepTimes = UNTIMED  # measured on the served model; empty: not measured
+    num_adapter_slots: int = 0  # adapters on the devices at once
     whole_prompts: bool = False  # disable chunked prefill: every token of an encoder sees all others
+    pictures: TowerLimits | None = None  # None: the model takes no pictures
 
     def __post_init__(self) -> None:
         if min(self.num_pages, self.page_size, self.max_num_seqs, self.max_model_len) < 1:
@@ -195,15 +280,29 @@ class SchedulerConfig:
             raise ConfigError("aging_steps and prefill_chunk_size must be at least 1")
         if self.whole_prompts and self.prefill_budget < self.max_model_len:
             raise ConfigError(f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}")
-        size = self.window_size
-        if size is not None and self.num_window_pages < (least := size.least(self.max_sequence_tokens)):
-            raise ConfigError(f"{self.num_window_pages} pages for windowed layers are too few: {least} are needed")
+        for group, span in zip(self.groups, self.spans, strict=True):
+            if group.num_pages < (least := span.least(self.max_sequence_tokens)):
+                raise ConfigError(
+                    f"{group.num_pages} pages for layers with a {group.reach.kind} of {group.reach.tokens} tokens are "
+                    f"too few: {least} are needed"
+                )
+
+        if self.states is not None:
+            self._check_states(self.states)
+
+    def _check_states(self, states: StateSizes) -> None:
+        if states.num_pages < 2:
+            raise ConfigError(f"cache.num_state_pages is {states.num_pages}, and 2 are needed: one cached, one in use")
+        if states.border % self.page_size or states.interval % states.border:
+            raise ConfigError(f"states are kept every {states.interval} tokens, which is no multiple of a border's")
+        if self.num_host_pages or self.max_drafts:
+            raise ConfigError("recurrent states work with neither copies in the memory of the host nor drafts")
 
     @property
-    def window_size(self) -> WindowSize | None:
-        if self.window is None:
-            return None
-        return WindowSize(self.window, self.page_size, self.prefill_budget, 1 + self.max_drafts)
+    def spans(self) -> tuple[Span, ...]:
+        """The span of each of `groups`."""
+        sizes = self.page_size, self.prefill_budget, 1 + self.max_drafts
+        return tuple(Span(group.reach, *sizes) for group in self.groups)
 
     @property
     def num_slots(self) -> int:

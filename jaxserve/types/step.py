@@ -9,12 +9,13 @@ import enum
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from jaxserve.types.extras import ExtraParams, PromptExtras, StepExtras, TokenExtras
+from jaxserve.types.picture import Picture
 from jaxserve.types.sampling import Prefilled, SamplingParams, Tenant
 
 
@@ -37,11 +38,38 @@ class SlotInit:
     # prompt and kept output; penalties need the counts, min_tokens the number of output tokens
     token_ids: list[int]
     eos_token_ids: tuple[int, ...]  # banned until there are min_tokens output tokens; empty with ignore_eos
+    position_delta: int = 0  # see `picture.position_delta`
+    adapter: int = -1  # its slot of the devices' adapters; -1: none
 
     @property
     def num_outputs(self) -> int:
         """Number of output tokens that the request has already."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+
+class RowPictures(NamedTuple):
+    """The pictures of a row's tokens.
+
+    rows        int32 [num_tokens]: the token's row in the pool of rows; -1: it is no picture's
+    shifts      int32 [3, num_tokens], see `picture.position_shifts`
+    """
+
+    rows: np.ndarray
+    shifts: np.ndarray
+
+
+class EncodePart(NamedTuple):
+    """Blocks [first, last) of a tower, to run on pictures together. Their parts follow each other, no others between.
+
+    pictures    to start with, if first is 0
+    rows        of the pool for the tokens of all pictures, which get the result when the last block was run. A number
+                beyond the pool: of a picture that nobody needs any more
+    """
+
+    pictures: tuple[Picture, ...]
+    first: int
+    last: int
+    rows: list[int]
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
@@ -73,12 +101,14 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     extras: ExtraParams | None = None  # set if extra outputs are requested; then logprobs is not None
     second_text: int = 0  # with embed: the first token of token type 1; 0: none
     drafts: tuple[int, ...] = ()
+    pictures: RowPictures | None = None  # set for the prompt rows of requests with pictures
 
 
-class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
-    """Entries of a slot's page table from index `first` on."""
+class TableUpdate(msgspec.Struct, frozen=True, gc=False):
+    """Entries of a slot's page table of a layer group from index `first` on. group: 1 or above"""
 
     slot: int
+    group: int
     first: int
     page_ids: list[int]
 
@@ -89,7 +119,7 @@ class PageMove(msgspec.Struct, frozen=True, gc=False):
     kind     store: device to host; load: host to device; drop: forget the page in `slot`; clear: forget all pages
     slot     place in the host's memory
     digest   digest of the prefix of a page to store, so that another process can find it
-    group    layer group of the page: 0, or 1 for the layers with a sliding window
+    group    layer group of the page
     """
 
     kind: Literal["store", "load", "drop", "clear"]
@@ -103,17 +133,21 @@ class PageMove(msgspec.Struct, frozen=True, gc=False):
 class SchedulerOutput:
     """One step for the device: decode rows (one token each, and drafts) first, then prefill chunks.
 
-    Only a step without chunks has drafts. A step without rows only moves pages.
+    Only a step without chunks has drafts. A step without rows only moves pages or encodes pictures.
     """
 
     step: int
     rows: list[ScheduledRow]
     num_decode_rows: int
     slot_inits: list[SlotInit]  # applied before the rows run
-    # page tables of the sliding-window layers; entries before the row's window have no meaning
-    window_pages: list[PageTableUpdate] = field(default_factory=list)
+    # page tables of the layer groups from 1 on; entries before the first page that a row sees have no meaning
+    table_updates: list[TableUpdate] = field(default_factory=list)
     num_drafts: int = 0  # drafts of all rows
+    # number of tokens that fit the pages of each row, if the device proposes drafts after the step; []: it does not
+    draft_room: list[int] = field(default_factory=list)
     page_moves: list[PageMove] = field(default_factory=list)  # made before the rows run, in this order
+    encodes: list[EncodePart] = field(default_factory=list)  # run after the rows, in this order
+    adapter_writes: dict[int, str] = field(default_factory=dict)  # slot of the devices' adapters -> digest, as above
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +185,7 @@ class SampledTokens:
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
     embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], for rows with embed and samples
     extras: StepExtras | None = None  # set for steps with a row that asks for extra outputs
+    drafts: np.ndarray | None = None  # int32 [R, K], guesses of the tokens after each row's last one; -1: no guess
 
 
 class StepHandle(Protocol):
@@ -331,6 +366,7 @@ class Request:
     priority: int = 0
     tenant: Tenant | None = None  # None: the default one
     namespace: str = ""
+    adapter: str = ""  # digest; empty: none
     group: str = ""
     client_id: str = ""
     is_answered: bool = False  # an earlier engine process sent its first output already
@@ -338,6 +374,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # resolved: stop tokens of params, and end of sequence unless ignored
     hold_seconds: float = 0.0  # how long its pages stay in the cache after its end, for another engine
     prefilled: Prefilled | None = None  # by another engine, which has counted the prompt
+    pictures: tuple[Picture, ...] = ()  # of the prompt, in its order
+    picture_keys: list[int] | None = None  # the prompt as the prefix cache knows it, if it has pictures
     max_computed_tokens: int = 0  # resolved: the last token needs no K and V
     masked: bool = False  # sampling needs a token mask from the host
     mask_budget: MaskBudget | None = None  # shared with its siblings
@@ -357,12 +395,16 @@ class Request:
 
     # held while it runs, and after its end until the last step that contains it has been read
     slot: int | None = None
+    adapter_slot: int = -1  # of its adapter on the devices
+    waited_for_adapter: bool = False
     page_ids: list[int] = field(default_factory=list)
     page_capacity: int = 0  # number of tokens that fit its pages
     duplicate_page_ids: list[int] = field(default_factory=list)  # subset of page_ids: the cache has a copy of its own
     shared_with: tuple[str, int] | None = None  # id of another request, and the number of pages that both prompts share
     cache_node: Any = None  # RadixCache's handle of the locked prefix
-    window: Any = None  # WindowGroup's record of the sliding-window pages
+    # the last match, of pages alone: deeper than cache_node if no recurrent state was kept there; None: no state layers
+    matched_node: Any = None
+    holdings: dict[int, Any] = field(default_factory=dict)  # by layer group from 1 on: that group's record of it
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0  # sampled on the device, not read by the host yet
     last_step: int = 0  # number of the last step that contains a row of it
@@ -394,6 +436,18 @@ class Request:
         if end <= len(prompt):
             return prompt[start:end]
         return prompt[start:] + self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)]
+
+    @property
+    def prompt_keys(self) -> list[int]:
+        """The prompt as the prefix cache knows it: with pictures, see `page_keys.with_pictures`."""
+        return self.prompt_token_ids if self.picture_keys is None else self.picture_keys
+
+    def page_tokens(self, start: int, end: int) -> list[int]:
+        """Return a new list of the tokens at positions [start, end) as the prefix cache knows them."""
+        keys = self.picture_keys
+        if keys is None or start >= len(keys):
+            return self.token_ids(start, end)
+        return keys[start:end] + self.token_ids(len(keys), max(end, len(keys)))
 
     @property
     def finished(self) -> bool:

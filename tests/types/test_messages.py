@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidValueError
+from jaxserve.types.calls import UpdateFromFile
 from jaxserve.types.messages import (
     Abort,
     Add,
@@ -43,7 +44,7 @@ PARAMS = SamplingParams(
 TO_ENGINE: list[ToEngine] = [
     Add.of(EngineRequest(request_id="r", prompt_token_ids=[1, 2], params=PARAMS, resumed_token_ids=[9])),
     Abort(["a", "b"]),
-    Call(3, "flush_cache", {"now": True}),
+    Call(3, UpdateFromFile(path="x", version="1", partial=True)),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [
