@@ -37,6 +37,7 @@ SOURCES = (  # the longest to compile first
     "matmul_few.c",
     "paged_attention.c",
     "prompt_attention.c",
+    "recurrent_state.c",
     "matmul.c",
     "matmul_grouped.c",
 )

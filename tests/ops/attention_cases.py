@@ -30,6 +30,7 @@ class Case:
     dtype: str = "float32"
     pages: str | None = None  # dtype of the cache, None: `dtype`
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
     decode_only: bool = False
@@ -45,7 +46,14 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.head_dim**-0.5, self.num_kv_heads, self.window, self.soft_cap, self.value_columns)
+        sizes = self.head_dim**-0.5, self.num_kv_heads, self.window, self.soft_cap, self.value_columns, self.chunk
+        return AttentionSpec(*sizes)
+
+    def first(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,7 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
     for row, kv_len in enumerate(kv_lens):
         pages, order = order[: used[row]], order[used[row] :]
         table[row, : used[row]] = pages
-        if case.window is not None:
-            table[row, : max(0, kv_len - q_lens[row] - case.window + 1) // case.page_size] = num_pages - 1
+        table[row, : case.first(max(0, kv_len - q_lens[row])) // case.page_size] = num_pages - 1
         slots.append((pages[:, None] * case.page_size + np.arange(case.page_size)).reshape(-1)[:kv_len])
         k, v = rng.standard_normal((2, kv_len, case.num_kv_heads, case.head_dim), np.float32)
         contexts.append((k, k if case.latent else v))
@@ -166,7 +173,7 @@ def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 def _dense(
     case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, sinks: np.ndarray | None
 ) -> np.ndarray:
-    first = 0 if case.window is None else max(0, position - case.window + 1)
+    first = case.first(position)
     out = np.empty_like(q)
     for head in range(case.num_heads):
         keys, values = (half[first : position + 1, head // case.group] for half in (k, v))

@@ -44,7 +44,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "zeros", "rows", "outputs", "depth", "group"), CASES)
 def test_products(kind: str, zeros: bool, rows: int, outputs: int, depth: int, group: int) -> None:
-    w = quantized(kind, outputs, depth, group=32 if kind == "mxfp4" else group, zeros=zeros)
+    w = quantized(kind, outputs, depth, group=group, zeros=zeros)
     x = jnp.asarray(RNG.standard_normal((rows, depth), np.float32)).astype(jnp.bfloat16)
     want = expected(x, w)
     got = few_bits.matmul(x, w, jnp.float32, interpret=True)

@@ -19,6 +19,8 @@ from jaxserve.ops.paged_attention.mosaic_gpu import CONCATENATES, MosaicGpuBacke
 from jaxserve.ops.paged_attention.sharded import MeshAttention, head_partition
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend
+from jaxserve.ops.state import StateArrays, StateRows, StateSpec, StateWeights, ring_length, state_shapes
+from jaxserve.ops.state.triton import TritonStates
 from jaxserve.runtime.mesh import AXES
 from tests.ops.attention_cases import Case, empty_cache
 
@@ -168,3 +170,20 @@ def test_attention_lowers_over_devices(backend: Backend, platform: str, columns:
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     kernels = {"triton": "gpu$xla.gpu.triton", "mosaic_gpu": "custom_call @mosaic_gpu", "tpu": "tpu_custom_call"}
     assert kernels[backend.name] in text
+
+
+def test_recurrent_states_lower_for_hopper() -> None:
+    """A decode step of a layer of Qwen3.5-9B: one kernel for the states of all rows."""
+    spec = StateSpec("delta", 16, 32, 128, 128, 4)
+    state, ring = state_shapes(spec, 16, ring_length(spec, 0))
+    assert state is not None
+    arrays = StateArrays(struct(*state, dtype=jnp.float32), struct(*ring, dtype=jnp.bfloat16))
+    conv, head = struct(4, 16, spec.channels, dtype=jnp.bfloat16), struct(32, dtype=jnp.float32)
+    row = struct(8, dtype=jnp.int32)
+    bounds, emits = struct(9, dtype=jnp.int32), struct(8, 4, 2, dtype=jnp.int32)
+    rows = StateRows(bounds, row, row, row, row, row, emits, decode_only=True)
+    raw = struct(8, 16, spec.width, dtype=jnp.bfloat16)
+    traced = jax.jit(TritonStates().recur, static_argnums=0).trace(
+        spec, arrays, raw, StateWeights(conv, log_a=head, dt_bias=head), rows
+    )
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("gpu$xla.gpu.triton") == 1

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.checkpoint.quantization import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import Chosen, ExpertWeights, _grouped_ragged_dot, _grouped_tiles, moe
+from jaxserve.ops.moe import Chosen, ExpertWeights, _grouped_ragged_dot, _grouped_tiles, _ragged_dot, moe
 from jaxserve.ops.quantized import Quantized
 from tests.ops.moe_reference import moe_reference
 
@@ -32,6 +32,11 @@ def make_experts(count: int, ffn: int, model: int, bias: bool, seed: int = 0) ->
         draw(count, ffn, 2) if bias else None,
         draw(count, model) if bias else None,
     )
+
+
+def without_gate(experts: ExpertWeights) -> ExpertWeights:
+    assert isinstance(experts.gate_up, jax.Array)
+    return dataclasses.replace(experts, gate_up=experts.gate_up[:, :, 1:], gate_up_bias=None)
 
 
 def make_routing(tokens: int, choices: int, experts: int, seed: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -96,6 +101,27 @@ def test_the_kernel_of_a_cpu_agrees(bias: bool) -> None:
         out = jax.jit(moe, static_argnums=(3, 4))(x, Chosen(ids, weights), form, swiglu, product)
         assert jnp.allclose(out, moe(x, Chosen(ids, weights), form, swiglu), atol=1e-3)
     assert Products(native=True).of_experts(x.dtype, experts.gate_up.astype(jnp.float16)) is None
+    plain = without_gate(experts)
+    product = Products(native=True).of_experts(x.dtype, plain.gate_up, plain.down, gated=False)
+    assert product is not None
+    out = jax.jit(moe, static_argnums=(3, 4))(x, Chosen(ids, weights), plain, relu2, product)
+    assert jnp.allclose(out, moe(x, Chosen(ids, weights), plain, relu2), atol=1e-3)
+
+
+def relu2(up: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(up))
+
+
+def test_experts_without_a_gate_are_those_whose_gate_does_not_count() -> None:
+    gated = make_experts(6, 32, 64, bias=False)
+    plain = without_gate(gated)
+    ids, weights = make_routing(20, 3, 6)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(20, 64)), jnp.float32)
+    expected = moe_reference(x, ids, weights, gated, lambda gate, up: relu2(up))
+    for each in (None, _ragged_dot):
+        assert jnp.allclose(moe(x, Chosen(ids, weights), plain, relu2, each), expected, atol=1e-3)
+    assert Products(experts="triton").of_experts(x.dtype, gated=False) is None
+    assert Products(experts="tpu").of_experts(jnp.bfloat16, gated=False) is None
 
 
 def test_bfloat16_comes_back_as_bfloat16() -> None:

@@ -35,6 +35,10 @@ FORMS = {
     "fp8-row": ("fp8", 288, False, TRANSPOSED),
     "mxfp4": ("mxfp4", 32, False, ROWS),
     "mxfp4-transposed": ("mxfp4", 32, False, TRANSPOSED),
+    "mxfp8": ("mxfp8", 32, False, ROWS),
+    "nvfp4": ("nvfp4", 16, False, ROWS),
+    "nvfp4-transposed": ("nvfp4", 16, False, TRANSPOSED),
+    "nvfp4-long": ("nvfp4", 16, False, (32, 4352)),
     # more groups than are read at a time
     "int4-long": ("int4", 32, False, (32, 4352)),
 }

@@ -23,6 +23,7 @@ from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import ExpertKernels, TpuExperts, TritonExperts
 from jaxserve.ops.moe import Chosen, ExpertWeights, kernels_of, moe
 from jaxserve.ops.quantized import Quantized
+from tests.ops import test_quantized as forms
 from tests.quick import QUICK, QUICK_FLAGS
 
 KERNELS = TritonExperts(interpret=True)
@@ -60,6 +61,8 @@ FORMS = {
     "int4-zeros-64": ("int4", 64, True),
     "fp8": ("fp8", 64, False),
     "mxfp4": ("mxfp4", 32, False),
+    "mxfp8": ("mxfp8", 32, False),
+    "nvfp4": ("nvfp4", 16, False),
 }
 
 
@@ -147,6 +150,13 @@ def test_weights_of_few_bits(form: str) -> None:
 
 
 def quantized(w: Any, kind: Any, group: int, zeros: bool) -> Quantized:
+    if kind in ("mxfp8", "nvfp4"):
+        few = forms.quantized(kind, *w.shape)
+        if kind == "mxfp8":  # weights of at most 0.5
+            few = dataclasses.replace(few, scales=few.scales // 16 + 110)
+        shape = (*w.shape[:1], *(1 if size > 2 else size for size in w.shape[1:-1]), 1)  # of gate and up, and of down
+        few = forms.with_tensor_scale(few, *shape)
+        return few if few.tensor_scale is None else dataclasses.replace(few, tensor_scale=few.tensor_scale / 50)
     if kind == "mxfp4":
         rng = np.random.default_rng(7)
         values = rng.integers(0, 256, (*w.shape[:-1], w.shape[-1] // 2)).astype(np.uint8)

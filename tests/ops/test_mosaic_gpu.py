@@ -19,7 +19,7 @@ CASES = [
     Case("prompt-latent", ((9, 70),), 1, 16, 128, dtype="bfloat16", latent=True),
     Case("decode-int8", ((1, 37), (0, 0), (1, 150)), group=4, dtype="bfloat16", pages="int8", decode_only=True),
     Case("mixed-fp8", ((1, 40), (5, 20), (40, 100)), 1, 4, 64, 8, dtype="bfloat16", pages="float8_e4m3fn", padding=3),
-    Case("options-fp8", ((1, 130), (9, 150)), 1, 7, 128, 32, "bfloat16", "float8_e4m3fn", 70, 5.0, sinks=True),
+    Case("options-fp8", ((1, 130), (9, 150)), 1, 7, 128, 32, "bfloat16", "float8_e4m3fn", 70, soft_cap=5.0, sinks=True),
     Case("latent-int8", ((9, 70),), 1, 16, 192, 64, dtype="float16", pages="int8", latent=True),
 ]
 

@@ -62,8 +62,12 @@ CASES = [
     Case("mixed-bfloat16", MIXED, dtype="bfloat16", padding=3, kernels=False),
     Case("mixed-window", MIXED, window=24, kernels=False),
     Case("mixed-wide-window", ((3, 600), (140, 700)), window=300, num_kv_heads=1, head_dim=16),
+    # chunks of 24: rows that end, begin and cross at their borders, several in a block of queries
+    Case("decode-chunks", ((1, 1), (1, 24), (1, 25), (0, 0), (1, 48), (1, 49), (1, 300)), chunk=24, decode_only=True),
+    Case("mixed-chunks", ((24, 48), (25, 49), (1, 25), (70, 90), (0, 0), (2, 25), (64, 64)), chunk=24, padding=3),
+    Case("mixed-wide-chunks", ((3, 514), (140, 700)), chunk=256, num_kv_heads=1, head_dim=16, kernels=False),
     Case("mixed-soft-cap-sinks", MIXED, soft_cap=3.0, sinks=True, padding=5),
-    Case("mixed-group-4-head-256", ((1, 30), (9, 20)), group=4, head_dim=256),
+    Case("mixed-group-4-head-512", ((1, 30), (9, 20)), group=4, head_dim=512),
     Case("decode-latent", EDGES, num_kv_heads=1, group=8, head_dim=72, latent=True, decode_only=True),
     Case("decode-latent-of-whole-vectors", EDGES, num_kv_heads=1, group=6, head_dim=80, latent=True, decode_only=True),
     Case("mixed-latent", MIXED, num_kv_heads=1, group=4, head_dim=72, latent=True, padding=2),
@@ -73,6 +77,7 @@ CASES = [
     ),
     Case("mixed-latent-values", ((1, 300), (5, 40), (0, 0)), 1, 36, 72, latent=True, value_columns=64, padding=2),
     Case("mixed-latent-window", ((1, 90), (30, 70)), 1, 4, 80, latent=True, value_columns=64, window=24, soft_cap=4.0),
+    Case("mixed-latent-chunks", ((1, 90), (30, 70)), 1, 4, 80, latent=True, value_columns=64, chunk=24),
     Case("mixed-head-96-page-128", ((1, 130), (130, 140)), group=1, head_dim=96, page_size=128),
     Case("chunk-before-single", ((3, 3), (1, 20), (2, 9), (1, 5)), kernels=False),
     Case("prefill-only", ((65, 65),), group=4, num_kv_heads=1, head_dim=80, kernels=False),
@@ -90,7 +95,7 @@ CASES += [  # in 8 bits
 
 
 # of these the plain backends see nothing but other sizes of the same arrays
-SIZES = ("multi-head", "group-7", "group-8-page-128", "group-4-head-256", "head-96-page-128", "whole-vectors")
+SIZES = ("multi-head", "group-7", "group-8-page-128", "group-4-head-512", "head-96-page-128", "whole-vectors")
 LONG = [(name, case) for name in ("reference", "xla") for case in CASES if case.id.endswith(SIZES)]
 
 

@@ -166,7 +166,8 @@ def setup_of(
 ) -> tuple[Any, ...]:
     """What the choice is made of, for a model of one weight. form: of the weight."""
     form = {"dtype": "int8", "group": 256, "zeros": False, "axes": (), "deterministic": False, "moe": None} | form
-    packing = SimpleNamespace(role="values", wide=(64, 256), group=form["group"], zeros=form["zeros"])
+    kind = "fp8" if form["dtype"] == "float8_e4m3fn" else "int8"
+    packing = SimpleNamespace(role="values", kind=kind, wide=(64, 256), group=form["group"], zeros=form["zeros"])
     spec = SimpleNamespace(dtype=jnp.dtype(form["dtype"]), packing=packing, axes=form["axes"])
     stored = SimpleNamespace(rounds_activations=made_for)
     config = SimpleNamespace(stored_form=stored, quantization="stored", moe=form["moe"])

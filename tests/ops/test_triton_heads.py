@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.checkpoint.loader import build
+from jaxserve.models.layers import StateInputs
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, Heads, ProjectedHeads
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
@@ -114,7 +116,10 @@ def test_a_model_gives_the_same_as_with_xla(family: str) -> None:
     )  # fmt: skip
 
     def run(backend: Backend) -> tuple[jax.Array, tuple[Pages, ...]]:
-        def attend(layer_index: int, heads: Heads, cache: Pages | None, sinks: jax.Array | None = None):
+        def attend(
+            layer_index: int, heads: Heads | StateInputs, cache: Any, sinks: jax.Array | None = None
+        ) -> tuple[jax.Array, Any]:
+            assert not isinstance(heads, StateInputs)
             layer = layers[layer_index]
             spec = AttentionSpec(layer.scale, layer.num_kv_heads, layer.sliding_window, layer.soft_cap)
             assert cache is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Literal
@@ -53,6 +53,19 @@ class TpuExperts:
     interpret: bool = False
 
 
+@dataclass(frozen=True)
+class AdapterRows:
+    """The adapters of the T rows of a program, see `models.low_rank`.
+
+    columns: bool [T, K], whether a column belongs to the row's adapter. used: bool [T], whether the row has one
+    any_used: bool, whether a row has one
+    """
+
+    columns: jax.Array
+    used: jax.Array
+    any_used: jax.Array
+
+
 ExpertKernels = TritonExperts | TpuExperts  # each runs over several devices too
 WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T is faster on a CPU: x @ W.T repacks W at every call
 
@@ -72,6 +85,7 @@ class Products:
     experts: the kernels that multiply the weights of experts; auto: the C kernel if `native`, else XLA. tpu: the kernel
       for bfloat16 activations, with weights in bfloat16 or quantized.
     sharded: the program runs over several devices.
+    adapters: of the rows, in a program that is being traced; None: no layer has adapters.
     XLA's formulations convert a weight of another form to x's dtype first.
     """
 
@@ -81,6 +95,7 @@ class Products:
     rounded: Rounding | None = None
     experts: Literal["auto", "xla", "triton", "tpu"] = "auto"
     sharded: bool = False
+    adapters: AdapterRows | None = field(default=None, compare=False)
 
     @property
     def in_order(self) -> bool:
@@ -105,6 +120,9 @@ class Products:
         out_dtype = x.dtype if out_dtype is None else out_dtype
         if isinstance(w, Quantized):
             x, w = w.meet(x)
+            if w.tensor_scale is not None:
+                y = self(x, w.unscaled(), out_dtype=jnp.float32, split=split) * w.tensor_scale[None, ..., 0]
+                return (y if bias is None else y + bias.astype(jnp.float32)[None]).astype(out_dtype)
         y = _added_in_order(x, w, out_dtype, split) if self.in_order and split else self._multiply(x, w, out_dtype)
         return y if bias is None else y + bias.astype(out_dtype)[None]
 
@@ -144,7 +162,9 @@ class Products:
         rows = rounded.rounded(x, w)
         if rows.scales.shape[1] > 1:
             return self._widened(rows.astype(x.dtype), w, out_dtype)
-        product = partial(rounded.multiply_wide, dataclasses.replace(self, sharded=False)._widened, x.dtype)
+        product = partial(
+            rounded.multiply_wide, dataclasses.replace(self, sharded=False, adapters=None)._widened, x.dtype
+        )
         return sharded_few_bits.matmul(product, rows, w, out_dtype) if self.sharded else product(rows, w, out_dtype)
 
     def whole(self, x: jax.Array, function: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
@@ -154,14 +174,17 @@ class Products:
         """
         return on_each(function, x) if self.in_order else function(x)
 
-    def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | ExpertKernels | None:
+    def of_experts(
+        self, dtype: DTypeLike, *weights: Weight, gated: bool = True
+    ) -> GroupedProduct | ExpertKernels | None:
         """Return the kernel that multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
 
-        The C kernel does not accept all weights; Triton's kernels do.
+        The C kernel does not accept all weights; Triton's kernels do. gated: whether the experts have a gate, as
+        the kernels for a GPU and a TPU need
         """
-        if self.experts == "triton":
+        if self.experts == "triton" and gated:
             return TritonExperts(one_size=self.deterministic)
-        if self.experts == "tpu" and dtype == jnp.bfloat16 and all(map(_for_tpu, weights)):
+        if self.experts == "tpu" and gated and dtype == jnp.bfloat16 and all(map(_for_tpu, weights)):
             return TpuExperts(one_size=self.deterministic)
         if not self.native or self.experts == "xla" or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
             return None

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from jaxserve.ops.linear import codes
-from jaxserve.ops.quantized import Quantized, powers
+from jaxserve.ops.quantized import Quantized, scale_numbers
 from jaxserve.ops.triton_arrays import dot, index_grid, load, mask_of
 
 # Rows of x. Each tile of 128 rows dequantizes the weight again, with some 6 instructions or 0.2 ps a value on an
@@ -59,11 +59,11 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
     width = columns // w.scales.shape[1]  # bytes of a group
     step = _step(tile.bytes, width)
     splits = _splits(pl.cdiv(outputs, tile.outputs) * pl.cdiv(rows, tile.rows), pl.cdiv(columns, step))
-    halves = codes.halves(x) if w.packed else x[None]
+    halves = codes.halves(x, w.block) if w.packed else x[None]
     leaves = jax.tree.leaves(w)
     result = (splits, rows, outputs)
     y = pl.pallas_call(
-        functools.partial(_kernel, tile=tile, step=step, width=width, splits=splits, mxfp4=w.mxfp4),
+        functools.partial(_kernel, tile=tile, step=step, width=width, splits=splits, is_e2m1=w.is_e2m1),
         grid=(pl.cdiv(rows, tile.rows), pl.cdiv(outputs, tile.outputs), splits),
         in_specs=[_whole(halves.shape), *(_whole(leaf.shape) for leaf in leaves)],
         out_specs=_whole(result),
@@ -95,7 +95,9 @@ def _splits(programs: int, steps: int) -> int:
     return splits
 
 
-def _kernel(x_ref, values_ref, scales_ref, *refs, tile: Tile, step: int, width: int, splits: int, mxfp4: bool) -> None:
+def _kernel(
+    x_ref, values_ref, scales_ref, *refs, tile: Tile, step: int, width: int, splits: int, is_e2m1: bool
+) -> None:
     *zeros_ref, out_ref = refs
     outputs, columns = values_ref.shape
     rows = x_ref.shape[1]
@@ -116,8 +118,8 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, tile: Tile, step: int, width: 
         group = first // width + jnp.arange(count, dtype=jnp.int32)
         group_limit = None if column_limit is None else scales_ref.shape[1]
         shared = [load(ref, index_grid(own, group), (own_limit, group_limit)) for ref in (scales_ref, *zeros_ref)]
-        scale, *zero = [_spread(powers(each) if mxfp4 else each, step) for each in shared]
-        for half, numbers in enumerate(codes.wide(values, scale, zero[0] if zero else None, mxfp4=mxfp4)):
+        scale, *zero = [_spread(scale_numbers(each), step) for each in shared]
+        for half, numbers in enumerate(codes.wide(values, scale, zero[0] if zero else None, is_e2m1=is_e2m1)):
             x = load(x_ref, (half, *index_grid(row, column)), (None, row_limit, column_limit))
             total += dot(numbers.astype(x.dtype), x, (1, 1))
         return total

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.ops.linear import codes
 from jaxserve.ops.linear.tpu_layout import multiply_as_kept
-from jaxserve.ops.quantized import Quantized, powers
+from jaxserve.ops.quantized import Quantized, scale_numbers
 
 # Rows of x. A tile of x, of the sums and of the result, each twice so that the next tile is copied meanwhile, take 10
 # of the 16 MiB that a program may use on a v5e.
@@ -53,13 +53,14 @@ def _matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, interpret: bool) -
     if columns % TPU_LANES:
         return lax.dot_general(x, w.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     width = columns // w.scales.shape[1]  # bytes of a group
-    lanes = _lanes(columns, 2048 if rows <= _FEW_ROWS else 512)
-    parts = codes.halves(x) if w.packed else x[None]
+    # at most as many bytes as the 128 groups of a block of scales have
+    lanes = _lanes(columns, min(2048 if rows <= _FEW_ROWS else 512, width * TPU_LANES))
+    parts = codes.halves(x, w.block) if w.packed else x[None]
     values, *shared = jax.tree.leaves(w)
     groups = pl.BlockSpec((_OUTPUTS, TPU_LANES), lambda n, k: (n, k * lanes // (width * TPU_LANES)))
     steps = columns // lanes
     return pl.pallas_call(
-        functools.partial(_kernel, width=width, steps=steps, mxfp4=w.mxfp4),
+        functools.partial(_kernel, width=width, steps=steps, is_e2m1=w.is_e2m1),
         grid=(pl.cdiv(outputs, _OUTPUTS), steps),
         in_specs=[
             pl.BlockSpec((len(parts), rows, lanes), lambda n, k: (0, 0, k)),
@@ -80,7 +81,7 @@ def _lanes(columns: int, most: int) -> int:
     return min(most, columns & -columns)
 
 
-def _kernel(x_ref, values_ref, scales_ref, *refs, width: int, steps: int, mxfp4: bool) -> None:
+def _kernel(x_ref, values_ref, scales_ref, *refs, width: int, steps: int, is_e2m1: bool) -> None:
     *zeros_ref, out_ref, total_ref = refs
     outputs, lanes = values_ref.shape
     step = pl.program_id(1)
@@ -89,14 +90,14 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, width: int, steps: int, mxfp4:
     def _() -> None:
         total_ref[...] = jnp.zeros_like(total_ref)
 
-    scales = powers(scales_ref[...]) if mxfp4 else scales_ref[...]
+    scales = scale_numbers(scales_ref[...])
     pieces: list[tuple[jax.Array, ...]] = []  # of 128 lanes; each of one or two halves [outputs, 128]
     for first in range(0, lanes, TPU_LANES):
         lane = step * lanes + first + lax.broadcasted_iota(jnp.int32, (outputs, TPU_LANES), 1)
         group = (lane // width) % TPU_LANES
         scale, *zero = [repeated(each, group) for each in (scales, *(ref[...] for ref in zeros_ref))]
         values = values_ref[:, first : first + TPU_LANES]
-        numbers = codes.wide(values, scale, zero[0] if zero else None, mxfp4=mxfp4)
+        numbers = codes.wide(values, scale, zero[0] if zero else None, is_e2m1=is_e2m1)
         pieces.append(tuple(each.astype(x_ref.dtype) for each in numbers))
     for half, parts in enumerate(zip(*pieces, strict=True)):
         dims = (((1,), (1,)), ((), ()))

@@ -60,6 +60,8 @@ def rounds_form(dtype: DTypeLike, group: int, depth: int, device: Device, *, zer
 
 def takes(w: Quantized, device: Device) -> bool:
     """Return whether activations are quantized for w on a device."""
+    if w.scales.dtype != jnp.float32:  # a scale of MXFP8 is for 32 weights, which may be a row
+        return False
     return rounds_form(w.values.dtype, w.group, w.shape[-1], device, zeros=w.zeros is not None)
 
 

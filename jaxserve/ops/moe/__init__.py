@@ -20,7 +20,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import ExpertKernels, GroupedProduct, TpuExperts, TritonExperts
 from jaxserve.ops.moe.choices import Choices, Chosen
-from jaxserve.ops.moe.experts import Activation, ExpertWeights
+from jaxserve.ops.moe.experts import Activation, ExpertWeights, unscaled
 from jaxserve.ops.quantized import Quantized
 from jaxserve.ops.sums import sum_in_order
 
@@ -73,12 +73,21 @@ def moe(
 def _specs(experts: ExpertWeights, axes: tuple[str, ...]) -> ExpertWeights:
     """Return the PartitionSpec of each weight, in an ExpertWeights."""
     expert, tensor = (name if name in axes else None for name in ("expert", "tensor"))
+
+    def leaves(weight: jax.Array | Quantized, *axes: str | None) -> Any:
+        """Return the PartitionSpec of each leaf. A dimension of 1, as a tensor's scale has, is not split."""
+        return jax.tree.map(lambda leaf: PartitionSpec(*_split(leaf, axes)), weight)
+
     return ExpertWeights(
-        gate_up=PartitionSpec(expert, tensor, None, None),  # type: ignore[arg-type]
-        down=PartitionSpec(expert, None, tensor),  # type: ignore[arg-type]
+        gate_up=leaves(experts.gate_up, expert, tensor, None, None),
+        down=leaves(experts.down, expert, None, tensor),
         gate_up_bias=None if experts.gate_up_bias is None else PartitionSpec(expert, tensor, None),  # type: ignore
         down_bias=None if experts.down_bias is None else PartitionSpec(expert, None),  # type: ignore[arg-type]
     )
+
+
+def _split(leaf: jax.Array, axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    return tuple(axis if size > 1 else None for axis, size in zip(axes, leaf.shape, strict=True))
 
 
 def _sharded(
@@ -154,12 +163,18 @@ def _grouped_products(
 ) -> jax.Array:
     """Run rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are undefined."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
-    count, ffn, *_ = experts.gate_up.shape
-    gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, 2 * ffn, leaf.shape[-1]), experts.gate_up)
-    y = product(rows, gate_up, sizes).reshape(-1, ffn, 2)
+    count, ffn, parts, _ = experts.gate_up.shape
+    weight, scale = unscaled(experts.gate_up)
+    gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, parts * ffn, leaf.shape[-1]), weight)
+    y = product(rows, gate_up, sizes).reshape(-1, ffn, parts)
+    if scale is not None:
+        y = (y * jnp.take(scale[..., 0], expert, axis=0)).astype(y.dtype)
     if experts.gate_up_bias is not None:
         y = y + jnp.take(experts.gate_up_bias, expert, axis=0).astype(y.dtype)
-    out = product(activation(y[:, :, 0], y[:, :, 1]), experts.down, sizes)
+    weight, scale = unscaled(experts.down)
+    out = product(activation(*(y[:, :, i] for i in range(parts))), weight, sizes)
+    if scale is not None:
+        out = (out * jnp.take(scale[..., 0], expert, axis=0)).astype(out.dtype)
     return out if experts.down_bias is None else out + jnp.take(experts.down_bias, expert, axis=0).astype(out.dtype)
 
 
@@ -202,7 +217,8 @@ def _expert(x: jax.Array, w: ExpertWeights, activation: Activation) -> jax.Array
     y = lax.dot_general(x, w.gate_up.astype(x.dtype), (((1,), (2,)), ((), ())))
     if w.gate_up_bias is not None:
         y = y + w.gate_up_bias.astype(x.dtype)[None]
-    out = lax.dot_general(activation(y[:, :, 0], y[:, :, 1]), w.down.astype(x.dtype), (((1,), (1,)), ((), ())))
+    hidden = activation(*(y[:, :, i] for i in range(y.shape[2])))
+    out = lax.dot_general(hidden, w.down.astype(x.dtype), (((1,), (1,)), ((), ())))
     return out if w.down_bias is None else out + w.down_bias.astype(x.dtype)[None]
 
 

@@ -32,9 +32,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.ops.linear import TpuExperts, codes
 from jaxserve.ops.linear.few_bits_tpu import TPU_LANES, repeated
-from jaxserve.ops.moe.experts import Activation, ExpertWeights
+from jaxserve.ops.moe.experts import Activation, ExpertWeights, unscaled
 from jaxserve.ops.native import Weight
-from jaxserve.ops.quantized import Quantized, powers
+from jaxserve.ops.quantized import Quantized, scale_numbers
 
 _SUBLANES = 32  # rows of bytes in a tile of the memory layout
 _WIDE_SUBLANES = 8  # the same of bfloat16, whose rows are pairs
@@ -132,12 +132,19 @@ def run_rows(
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
     product = functools.partial(products, sizes=sizes, kernels=kernels)
     pairs = _pairs_are_together(experts.gate_up)
-    gate_up = experts.gate_up if pairs else jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 2, 1), experts.gate_up)
+    weight, scale = unscaled(experts.gate_up)
+    gate_up = weight if pairs else jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 2, 1), weight)
     gate, up = product(rows, gate_up, pairs=pairs)
+    if scale is not None:
+        own = jnp.take(scale[..., 0], expert, axis=0)
+        gate, up = ((half * own[..., i]).astype(half.dtype) for i, half in enumerate((gate, up)))
     if experts.gate_up_bias is not None:
         bias = jnp.take(experts.gate_up_bias, expert, axis=0).astype(gate.dtype)
         gate, up = gate + bias[..., 0], up + bias[..., 1]
-    [out] = product(activation(gate, up), jax.tree.map(lambda leaf: leaf[:, None], experts.down))
+    weight, scale = unscaled(experts.down)
+    [out] = product(activation(gate, up), jax.tree.map(lambda leaf: leaf[:, None], weight))
+    if scale is not None:
+        out = (out * jnp.take(scale[..., 0], expert, axis=0)).astype(out.dtype)
     if experts.down_bias is not None:
         out = out + jnp.take(experts.down_bias, expert, axis=0).astype(out.dtype)
     return out[:count]
@@ -153,7 +160,7 @@ def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts
     rows, columns = x.shape[0], _values(weight).shape[-1]
     blocks = GroupedBlocks.of(rows, weight, pairs=pairs, one_size=kernels.one_size)
     visits = Visits.of(sizes, rows, blocks.chunk)
-    parts = codes.halves(x) if isinstance(weight, Quantized) and weight.packed else x[None]
+    parts = codes.halves(x, weight.block) if isinstance(weight, Quantized) and weight.packed else x[None]
     values, *shared = jax.tree.leaves(weight)
     transposed = not pairs and _outputs_are_last(outputs, columns, _SUBLANES if shared else _WIDE_SUBLANES)
     tiles = pl.cdiv(outputs, blocks.outputs)
@@ -178,7 +185,13 @@ def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts
     wide = max(len(parts), 1 + pairs)
     grid = tiles if pairs else heads * tiles, len(visits.expert)
     return pl.pallas_call(
-        functools.partial(_kernel, tile=blocks.tile, transposed=transposed, width=width),
+        functools.partial(
+            _kernel,
+            tile=blocks.tile,
+            transposed=transposed,
+            width=width,
+            is_e2m1=isinstance(weight, Quantized) and weight.is_e2m1,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
             grid=grid,
@@ -249,7 +262,7 @@ def _kernel(
     # If quantized: scales [groups, outputs], and zeros if there are any. Always: the result [1, chunk, outputs], for
     # pairs [2, chunk, outputs]. If quantized: dequantized values [1 or 2, ..]; for pairs halves [2, outputs, K].
     *refs,
-    tile: int, transposed: bool, width: int,
+    tile: int, transposed: bool, width: int, is_e2m1: bool,
 ) -> None:  # fmt: skip
     visit = pl.program_id(1)
     first, end = first_ref[visit], end_ref[visit]
@@ -257,14 +270,14 @@ def _kernel(
     *shared_refs, out_ref = refs[:-1] if few or pairs else refs
     halves = [refs[-1].at[half] for half in range(refs[-1].shape[0])] if few or pairs else [values_ref]
     wide = [halves] if few else [[half] for half in halves]  # of each head
-    mxfp4 = few and shared_refs[0].dtype == jnp.uint8
-    after = len(shared_refs) == 1 and shared_refs[0].shape[0] == 1 and not mxfp4  # the scales multiply sums
+    # The scales multiply sums.
+    after = len(shared_refs) == 1 and shared_refs[0].shape[0] == 1 and shared_refs[0].dtype == jnp.float32
 
     @pl.when(end > 0)
     def _live() -> None:
         if few:
-            shared = [] if after else [powers(ref[...]) if mxfp4 else ref[...] for ref in shared_refs]
-            (_widen_transposed if transposed else _widen)(values_ref, shared, refs[-1], width, mxfp4=mxfp4)
+            shared = [] if after else [scale_numbers(ref[...]) for ref in shared_refs]
+            (_widen_transposed if transposed else _widen)(values_ref, shared, refs[-1], width, is_e2m1=is_e2m1)
         elif pairs:
             _separate(values_ref, refs[-1])
         start = first // _ALIGN * _ALIGN
@@ -301,7 +314,7 @@ def _separate(values_ref, halves_ref) -> None:
             halves_ref[half, :, own] = lax.bitcast_convert_type(bits, jnp.float32).astype(halves_ref.dtype)
 
 
-def _widen(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxfp4: bool) -> None:
+def _widen(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, is_e2m1: bool) -> None:
     """Dequantize values [outputs, C] to wide_ref [1 or 2, outputs, C].
 
     shared: scales and zeros [groups, outputs], if there are any. width: values that share a scale
@@ -314,10 +327,10 @@ def _widen(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxf
         read = first // (width * TPU_LANES) * TPU_LANES
         group = (first + lax.broadcasted_iota(jnp.int32, (outputs, TPU_LANES), 1)) // width - read
         some = [repeated(each[:, read : read + TPU_LANES], group)[:, : own.stop - first] for each in shared]
-        _write(values_ref[:, own], some, wide_ref.at[:, :, own], mxfp4)
+        _write(values_ref[:, own], some, wide_ref.at[:, :, own], is_e2m1)
 
 
-def _widen_transposed(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxfp4: bool) -> None:
+def _widen_transposed(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, is_e2m1: bool) -> None:
     """Dequantize values [C, outputs] to wide_ref [1 or 2, C, outputs], as `_widen` does."""
     columns, outputs = values_ref.shape
     together = 1 if width % _SUBLANES == 0 else 8  # groups at a time
@@ -328,12 +341,12 @@ def _widen_transposed(values_ref, shared: Sequence[jax.Array], wide_ref, width: 
             jnp.broadcast_to(each[groups, None], (groups.stop - groups.start, width, outputs)).reshape(-1, outputs)
             for each in shared
         ]
-        _write(values_ref[own], some, wide_ref.at[:, own], mxfp4)
+        _write(values_ref[own], some, wide_ref.at[:, own], is_e2m1)
 
 
-def _write(values: jax.Array, shared: Sequence[jax.Array], wide_ref, mxfp4: bool) -> None:
+def _write(values: jax.Array, shared: Sequence[jax.Array], wide_ref, is_e2m1: bool) -> None:
     """Dequantize values [A, B] by `shared`, scales and maybe zeros [A, B], to wide_ref [1 or 2, A, B]."""
     scale, zero = (*shared, None, None)[:2]
     scale = jnp.ones((), jnp.float32) if scale is None else scale
-    for half, numbers in enumerate(codes.wide(values, scale, zero, mxfp4=mxfp4)):
+    for half, numbers in enumerate(codes.wide(values, scale, zero, is_e2m1=is_e2m1)):
         wide_ref[half] = numbers.astype(wide_ref.dtype)

@@ -6,8 +6,8 @@ There are two kernels. A program of either takes a tile of one expert's rows and
 
 An expert without rows is not read. Quantized weights are dequantized in registers.
 
-A step along a row is a power of two of values. Of 4-bit values the low halves of 16 bytes are the first 16 of 32, so a
-step is two products, one for the low and one for the high halves, and no value moves to another register.
+A step along a row is a power of two of values. Of 4-bit values the low halves of a block's bytes are its first half, so
+a step is two products, one for the low and one for the high halves, and no value moves to another register.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jax.experimental.pallas import triton as plt
 
 from jaxserve.ops.linear import TritonExperts
 from jaxserve.ops.moe.choices import Choices
-from jaxserve.ops.moe.experts import Activation, ExpertWeights
-from jaxserve.ops.quantized import BLOCK, MIDDLE, Quantized
+from jaxserve.ops.moe.experts import Activation, ExpertWeights, unscaled
+from jaxserve.ops.quantized import BLOCK, MIDDLE, Quantized, scale_numbers
 from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, mask_of
 
 
@@ -39,8 +39,9 @@ class Form:
     step: int
     group: int = 0  # values that share a scale; 0: there are no scales
     packed: bool = False
-    mxfp4: bool = False
+    is_e2m1: bool = False
     zeros: bool = False
+    block: int = BLOCK  # 4-bit values that are packed together
 
     @classmethod
     def of(cls, weight: jax.Array | Quantized, step: int) -> Form:
@@ -51,12 +52,12 @@ class Form:
             return cls(depth, step)
         group = depth // weight.scales.shape[-1]
         step = step if step % group == 0 else math.gcd(step, group)
-        return cls(depth, step, group, weight.packed, weight.mxfp4, weight.zeros is not None)
+        return cls(depth, step, group, weight.packed, weight.is_e2m1, weight.zeros is not None, weight.block)
 
     @property
     def one_scale(self) -> bool:
         """Return whether a step has one scale for a row: it then multiplies the sum, which is less work."""
-        return self.group >= self.step and not self.mxfp4
+        return self.group >= self.step and not self.is_e2m1
 
     @property
     def limit(self) -> int | None:
@@ -125,8 +126,9 @@ def _pieces(index: jax.Array, form: Form) -> list[tuple[jax.Array, int]]:
     if not form.packed:
         return [(_stored_columns(index, form), 0)]
     byte = jnp.arange(form.step // 2, dtype=jnp.int32)
-    low = index * form.step + lax.div(byte, BLOCK // 2) * BLOCK + lax.rem(byte, BLOCK // 2)
-    return [(low, 0), (low + BLOCK // 2, 1)]
+    half = form.block // 2
+    low = index * form.step + lax.div(byte, half) * form.block + lax.rem(byte, half)
+    return [(low, 0), (low + half, 1)]
 
 
 def _factor(factors: Sequence[Any], expert: jax.Array, rows: jax.Array, index: jax.Array, form: Form) -> _Factor:
@@ -136,8 +138,12 @@ def _factor(factors: Sequence[Any], expert: jax.Array, rows: jax.Array, index: j
     first = lax.div(index * form.step, form.group)
     at = (expert, *index_grid(rows, first + jnp.arange(groups, dtype=jnp.int32)))
     scale = plt.load(factors[0].at[at])
-    if form.mxfp4:
-        # The exponent of 2^14 is added, see `_numbers`. 255 is infinity.
+    if not form.is_e2m1:
+        scale = scale_numbers(scale)
+    elif scale.dtype != jnp.uint8:
+        scale = scale.astype(jnp.float32) * 2.0**14  # see `_numbers`
+    else:
+        # The exponent of 2^14 is added. 255 is infinity.
         exponents = jnp.minimum(scale.astype(jnp.int32) + 14, 255)
         scale = lax.bitcast_convert_type(exponents << 23, jnp.float32)
     return _Factor(scale, plt.load(factors[1].at[at]) if form.zeros else None)
@@ -149,7 +155,7 @@ def _numbers(raw: jax.Array, half: int, factor: _Factor, form: Form, dtype: jnp.
         return raw.astype(dtype)
     if form.packed:
         raw = (raw >> 4 if half else raw & 15).astype(jnp.int32)
-    if form.mxfp4:
+    if form.is_e2m1:
         # The bits of E2M1 in a float16 are the value times 2^-14; its conversion is exact for the subnormal one too.
         bits = ((raw & 7) << 9 | (raw & 8) << 12).astype(jnp.uint16)
         wide = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
@@ -228,28 +234,48 @@ def run_choices(
     rows, count = choices.order.shape[0], experts.down.shape[0]
     blocks = Blocks.of(rows, count, one_size=kernels.one_size)
     tiles = Tiles.of(choices.sizes, rows, blocks)
-    gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, -1, leaf.shape[-1]), experts.gate_up)
+    weight, scale = unscaled(experts.gate_up)
+    gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, -1, leaf.shape[-1]), weight)
     call = functools.partial(_call, tiles=tiles, blocks=blocks, interpret=kernels.interpret)
     ffn = gate_up.shape[1] // 2
-    bias = [] if experts.gate_up_bias is None else [experts.gate_up_bias.reshape(count, -1)]
+    bias = None if experts.gate_up_bias is None else experts.gate_up_bias.reshape(count, -1)
+    beside = _Beside(bias, None if scale is None else scale.reshape(count, 2))
     first = functools.partial(_gate_up_kernel, activation=activation, per_token=choices.per_token)
-    hidden = call(first, [x, choices.order], gate_up, bias, out=(rows, ffn), name="moe_gate_up")
-    bias = [] if experts.down_bias is None else [experts.down_bias]
+    hidden = call(first, [x, choices.order], gate_up, beside, out=(rows, ffn), name="moe_gate_up")
+    weight, scale = unscaled(experts.down)
+    beside = _Beside(experts.down_bias, None if scale is None else scale.reshape(count, 1))
     inputs = [hidden, choices.order, choices.weights]
-    return call(_down_kernel, inputs, experts.down, bias, out=(rows, x.shape[1]), name="moe_down")
+    return call(_down_kernel, inputs, weight, beside, out=(rows, x.shape[1]), name="moe_down")
+
+
+class _Beside(NamedTuple):
+    """Arrays beside a weight, or their refs: bias [E, rows], scales of the tensors float32 [E, 1 or 2]."""
+
+    bias: Any
+    scale: Any
+
+    @classmethod
+    def taken(cls, refs: list[Any], given: tuple[bool, bool]) -> _Beside:
+        """Take the first refs, as many as are given."""
+        return cls(*(refs.pop(0) if each else None for each in given))
 
 
 def _call(
-    kernel, inputs: list[jax.Array], weight: jax.Array | Quantized, bias: list[jax.Array], *, tiles, blocks, out, **keys
+    kernel, inputs: list[jax.Array], weight: jax.Array | Quantized, beside: _Beside, *, tiles, blocks, out, **keys
 ) -> jax.Array:
     """Run a kernel over all tiles and all blocks of `out`'s columns. keys: name, interpret"""
     form = Form.of(weight, blocks.step)
     # Gate and up are two weights' rows for a column of the result.
     block = blocks.columns * out[1] // weight.shape[1]
-    arrays = [*tiles, *inputs, *bias, *jax.tree.leaves(weight)]
+    arrays = [*tiles, *inputs, *jax.tree.leaves(beside), *jax.tree.leaves(weight)]
     specs = [pl.BlockSpec(array.shape, lambda *_, ndim=array.ndim: (0,) * ndim) for array in arrays]
     kernel = functools.partial(
-        kernel, form=form, tile_rows=blocks.rows, block=block, biased=bool(bias), count=tiles.expert.shape[0]
+        kernel,
+        form=form,
+        tile_rows=blocks.rows,
+        block=block,
+        given=tuple(each is not None for each in beside),
+        count=tiles.expert.shape[0],
     )
     return pl.pallas_call(
         kernel,
@@ -287,12 +313,12 @@ def _gate_up_kernel(
     expert_ref, first_ref, size_ref,  # `Tiles`
     x_ref,  # [T, D]
     order_ref,  # int32 [M]
-    # bias [E, 2F] if there is one, leaves of the weight [E, 2F, D], result [M, F]
+    # those of `_Beside` that are given, leaves of the weight [E, 2F, D], result [M, F]
     *refs,
-    activation, per_token: int, form: Form, tile_rows: int, block: int, biased: bool, count: int,
+    activation, per_token: int, form: Form, tile_rows: int, block: int, given: tuple[bool, bool], count: int,
 ) -> None:  # fmt: skip
-    *refs, out_ref = refs
-    bias_ref, weight = (refs[0] if biased else None), refs[biased:]
+    *weight, out_ref = refs
+    bias_ref, scale_ref = _Beside.taken(weight, given)
     ffn = out_ref.shape[1]
     tile, column_block = _place(pl.cdiv(ffn, block), count)
 
@@ -305,6 +331,8 @@ def _gate_up_kernel(
         inside = jnp.minimum(columns, ffn - 1)  # a column that does not exist is computed and not stored
         halves = 2 * inside, 2 * inside + 1
         sums = add_products(SomeRows(x_ref, token), weight, expert, halves, form)
+        if scale_ref is not None:
+            sums = [y * scale_ref[expert, half] for half, y in enumerate(sums)]
         if bias_ref is not None:
             bias = (plt.load(bias_ref.at[expert, rows]).astype(jnp.float32) for rows in halves)
             sums = [y + own[None] for y, own in zip(sums, bias, strict=True)]
@@ -316,12 +344,12 @@ def _down_kernel(
     x_ref,  # [M, F]
     order_ref,  # int32 [M]
     weights_ref,  # float32 [M]
-    # bias [E, D] if there is one, leaves of the weight [E, D, F], result [M, D]
+    # those of `_Beside` that are given, leaves of the weight [E, D, F], result [M, D]
     *refs,
-    form: Form, tile_rows: int, block: int, biased: bool, count: int,
+    form: Form, tile_rows: int, block: int, given: tuple[bool, bool], count: int,
 ) -> None:  # fmt: skip
-    *refs, out_ref = refs
-    bias_ref, weight = (refs[0] if biased else None), refs[biased:]
+    *weight, out_ref = refs
+    bias_ref, scale_ref = _Beside.taken(weight, given)
     width = out_ref.shape[1]
     tile, column_block = _place(pl.cdiv(width, block), count)
 
@@ -332,6 +360,8 @@ def _down_kernel(
         columns = column_block * block + jnp.arange(block, dtype=jnp.int32)
         inside = jnp.minimum(columns, width - 1)
         [y] = add_products(SomeRows(x_ref, rows.place), weight, expert, (inside,), form)
+        if scale_ref is not None:
+            y = y * scale_ref[expert, 0]
         if bias_ref is not None:
             y = y + plt.load(bias_ref.at[expert, inside]).astype(jnp.float32)[None]
         choice = plt.load(order_ref.at[rows.place])

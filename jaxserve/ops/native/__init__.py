@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _MATMUL, _MATMUL_FEW = "jaxserve_matmul", "jaxserve_matmul_few"
 _ATTEND, _ATTEND_PROMPTS = "jaxserve_attend", "jaxserve_attend_prompts"
 _ROUNDED, _ROUNDED_FEW = "jaxserve_matmul_rounded", "jaxserve_matmul_rounded_few"
+_RECUR = "jaxserve_recur"
 _GROUPED, _GROUPED_FEW = "jaxserve_matmul_grouped", "jaxserve_matmul_grouped_few"
 FEW = 8  # largest number of tokens that matmul_few accepts
 ROUNDED_FORMS = ("bfloat16", "int8", "uint8")  # values of weights whose products round activations; uint8: 4 bits
@@ -46,7 +47,7 @@ def load() -> ctypes.CDLL:
     except OSError as error:
         raise ConfigError(f"the CPU's kernels cannot be compiled: {error}", fix="set runtime.attention: xla") from error
     products = (_MATMUL, _MATMUL_FEW, _ROUNDED, _ROUNDED_FEW, _GROUPED, _GROUPED_FEW)
-    for name in (*products, _ATTEND, _ATTEND_PROMPTS):
+    for name in (*products, _ATTEND, _ATTEND_PROMPTS, _RECUR):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
 
@@ -88,7 +89,9 @@ Weight = jax.Array | Quantized
 
 def takes(w: Weight) -> bool:
     """Return whether the products accept a weight of this form."""
-    return isinstance(w, Quantized) or w.dtype in (jnp.float32, jnp.bfloat16)
+    if isinstance(w, Quantized):
+        return w.tensor_scale is None
+    return w.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def matmul(x: jax.Array, w: Weight) -> jax.Array:
@@ -111,7 +114,7 @@ def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
 def rounds(w: Weight) -> bool:
     """Return whether `matmul_rounded` accepts this weight, on this processor."""
     if isinstance(w, Quantized):
-        return can_round(w.values.dtype) and not w.mxfp4 and w.group % BLOCK == 0
+        return can_round(w.values.dtype) and not w.is_e2m1 and w.group % BLOCK == 0
     return can_round(w.dtype) and w.shape[-1] % 2 == 0
 
 
@@ -153,6 +156,7 @@ class PagedContext(NamedTuple):
     cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32, bfloat16 or its bits in uint16, or
       with scales float32 [P, 2, page_size, KH] int8, float8_e4m3fn or its bits in uint8.
     page_table: int32 [R, max_pages]. sinks: [N]. sliding_window: tokens. soft_cap: of the scores.
+    chunk: tokens; a layer has no sliding_window beside it.
     """
 
     cache: jax.Array
@@ -161,6 +165,7 @@ class PagedContext(NamedTuple):
     sliding_window: int | None = None
     soft_cap: float | None = None
     scales: jax.Array | None = None
+    chunk: int | None = None
 
 
 def attend(q: jax.Array, kv_lens: jax.Array, context: PagedContext) -> jax.Array:
@@ -182,7 +187,7 @@ def attend_prompts(q: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], c
 
 
 def _attend(name: str, q: jax.Array, rows: tuple[jax.Array, ...], context: PagedContext) -> jax.Array:
-    cache, page_table, sinks, sliding_window, soft_cap, scales = context
+    cache, page_table, sinks, sliding_window, soft_cap, scales, chunk = context
     assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0
     assert (cache.dtype in (jnp.float32, jnp.bfloat16, jnp.uint16)) == (scales is None)
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
@@ -193,7 +198,54 @@ def _attend(name: str, q: jax.Array, rows: tuple[jax.Array, ...], context: Paged
         page_table,
         *rows,
         none if sinks is None else sinks.astype(jnp.float32),
-        jnp.array([sliding_window or 0], jnp.int32),
+        jnp.array([-chunk if chunk else sliding_window or 0], jnp.int32),
         jnp.array([soft_cap or 0.0], jnp.float32),
         *([] if scales is None else [scales]),
     )
+
+
+class RecurrentState(NamedTuple):
+    """A layer with a recurrent state: its arrays and parameters, as `ops.state.base` describes them.
+
+    kind: 0, 1 and 2 for "delta", "channel_delta" and "mamba2". limits: the floor of the decay (0: none), and the least
+    and the most dt.
+    """
+
+    state: jax.Array
+    ring: jax.Array
+    conv: jax.Array
+    conv_bias: jax.Array | None
+    log_a: jax.Array
+    dt_bias: jax.Array
+    skip: jax.Array | None
+    kind: int
+    limits: tuple[float, float, float]
+
+
+def recur(layer: RecurrentState, raw: jax.Array, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Advance a layer by raw [T, Hk, C] -> (out [T, H, V], state, ring), the last two in place if they are donated.
+
+    rows: the arrays of `StateRows`, in their order. K and V are multiples of HEAD_DIM_STEP. raw, the ring and the
+    convolution are float32 or bfloat16. A row's bits do not depend on how its tokens are cut into steps.
+    """
+    state, ring, conv = layer.state, layer.ring, layer.conv
+    assert state.shape[2] % HEAD_DIM_STEP == 0
+    assert state.shape[3] % HEAD_DIM_STEP == 0
+    assert raw.dtype == ring.dtype
+    out = jax.ShapeDtypeStruct((raw.shape[0], *state.shape[1:4:2]), raw.dtype)
+    results = [out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state, ring))]
+    call = jax.ffi.ffi_call(_RECUR, results, input_output_aliases={0: 1, 1: 2})
+    out, state, ring = call(
+        state,
+        ring,
+        raw,
+        conv,
+        jnp.zeros((0,), conv.dtype) if layer.conv_bias is None else layer.conv_bias.astype(conv.dtype),
+        layer.log_a,
+        layer.dt_bias,
+        jnp.zeros((0,), jnp.float32) if layer.skip is None else layer.skip,
+        *rows,
+        jnp.array([layer.kind], jnp.int32),
+        jnp.array(layer.limits, jnp.float32),
+    )
+    return out, state, ring

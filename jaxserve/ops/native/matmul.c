@@ -106,6 +106,8 @@ WIDEN(INT4)
 WIDEN(FP8)
 WIDEN(MXFP4)
 WIDEN(INT8_16)
+WIDEN(MXFP8)
+WIDEN(NVFP4)
 
 // What is asked for while a tile is made, every LINE steps: a line for each of its rows, `row` bytes from one to the next,
 // and `step` bytes further each time. The processor by itself does not look beyond a page. NULL: nothing.
@@ -234,7 +236,7 @@ int64_t scratch_for(const Weight* w, int64_t tokens) { return (min(tokens, AT_ON
 
 void multiply_all(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, int64_t tokens, float* packed) {
   static Widen* const widens[FORMS] = {widen_FLOAT32, widen_BFLOAT16, widen_INT8, widen_INT4, widen_FP8, widen_MXFP4,
-                                      widen_INT8_16};
+                                      widen_INT8_16, widen_MXFP8, widen_NVFP4};
   for (int64_t token = 0; token < tokens; token += AT_ONCE) {
     int64_t count = min(tokens - token, AT_ONCE), panels = (count + WIDE - 1) / WIDE;
     Product p = {w, widens[w.form], x + token * w.depth, packed, y + token * w.rows, count};

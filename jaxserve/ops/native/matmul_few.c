@@ -105,10 +105,12 @@ MULTIPLY(INT4)
 MULTIPLY(FP8)
 MULTIPLY(MXFP4)
 MULTIPLY(INT8_16)
+MULTIPLY(MXFP8)
+MULTIPLY(NVFP4)
 
 void multiply_few(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, int64_t tokens) {
   static Work* const works[FORMS] = {multiply_FLOAT32, multiply_BFLOAT16, multiply_INT8, multiply_INT4, multiply_FP8,
-                                      multiply_MXFP4, multiply_INT8_16};
+                                      multiply_MXFP4, multiply_INT8_16, multiply_MXFP8, multiply_NVFP4};
   Product p = {w, x, y, tokens};
   parallel_for(frame, w.rows, rows_in_piece(frame, w.rows, PIECES, bytes(w.form, w.depth) / 4), works[w.form], &p);
 }

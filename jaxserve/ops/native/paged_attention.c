@@ -42,6 +42,7 @@ INLINE int64_t length(const Attention* a, int64_t row) {
   return max(0, min(a->kv_lens[row], a->max_pages * a->page_size));
 }
 INLINE int64_t first_seen(const Attention* a, int64_t row) {
+  if (a->window < 0) return max(0, length(a, row) - 1) / -a->window * -a->window;
   return a->window > 0 ? max(0, length(a, row) - a->window) : 0;
 }
 
@@ -232,8 +233,8 @@ static void* reserve(Attention* a, int64_t pieces) {
   return block;
 }
 
-// Arguments q, cache, page_table, kv_lens, sinks (-inf: none), window [1] (0: none), soft_cap [1] (0: none), and the scales
-// of 8-bit pages. D is a multiple of 16. A kv_len of 0 is a row without a token.
+// Arguments q, cache, page_table, kv_lens, sinks (-inf: none), window [1] (0: none, -c: chunks of c tokens), soft_cap [1]
+// (0: none), and the scales of 8-bit pages. D is a multiple of 16. A kv_len of 0 is a row without a token.
 EXPORT XLA_FFI_Error* jaxserve_attend(XLA_FFI_CallFrame* frame) {
   if (answered_metadata(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *cache = argument(frame, 1), *table = argument(frame, 2);

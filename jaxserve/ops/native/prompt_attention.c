@@ -54,7 +54,7 @@ typedef struct {
   float *keys, *tile;       // [TILE, D]: K or V of a tile; [TILE, LANE_COUNT]: scores, then weights
   float scales[TILE];
   vector top[VECTORS], total[VECTORS];
-  integers position[VECTORS];
+  integers position[VECTORS], oldest[VECTORS];  // the query sees [oldest, position]
 } Unit;
 
 // K (half 0) or V of tokens [first, first + count) of a row, widened to out [TILE, D]; zeros behind them up to ROWS.
@@ -105,7 +105,7 @@ INLINE void soften(const Attention* a, Unit* u, int64_t first, int64_t count, bo
       if (a->soft_cap > 0)
         for (int i = 0; i < LANES; i++) (*score)[i] = tanhf((*score)[i] / a->soft_cap) * a->soft_cap;
       integers place = (int32_t)(first + t) - (integers){0}, seen = place <= u->position[v];
-      if (a->window > 0) seen &= place > u->position[v] - (int32_t)a->window;
+      if (a->window != 0) seen &= place >= u->oldest[v];
       *score = choose(seen, *score, NOTHING - (vector){0});
       top = larger(*score, top);
     }
@@ -122,10 +122,16 @@ INLINE void soften(const Attention* a, Unit* u, int64_t first, int64_t count, bo
   }
 }
 
+// The first position that a query at `position` sees.
+INLINE int64_t oldest(const Attention* a, int64_t position) {
+  if (a->window < 0) return position / -a->window * -a->window;
+  return a->window > 0 ? max(0, position + 1 - a->window) : 0;
+}
+
 // The queries of a unit into lanes. A sink is a score without a value.
 static void begin(const Attention* a, Unit* u, Block block, int64_t head, int64_t heads) {
   float top[LANE_COUNT], total[LANE_COUNT];
-  int32_t position[LANE_COUNT];
+  int32_t position[LANE_COUNT], first[LANE_COUNT];
   memset(u->queries, 0, a->depth * LANE_COUNT * sizeof(float));
   memset(u->values, 0, a->depth * LANE_COUNT * sizeof(float));
   int64_t kv_len = a->kv_lens[block.row], q_len = a->q_lens[block.row];
@@ -134,6 +140,7 @@ static void begin(const Attention* a, Unit* u, Block block, int64_t head, int64_
     bool live = lane < a->together * a->tokens && place < heads && token < q_len;
     float sink = live ? a->sinks[head + place] : -INFINITY;
     position[lane] = live ? (int32_t)(kv_len - q_len + token) : -1;
+    first[lane] = live ? (int32_t)oldest(a, position[lane]) : 0;
     top[lane] = sink > NOTHING ? sink : NOTHING;
     total[lane] = sink > NOTHING ? 1 : 0;
     const float* q = a->q + ((a->starts[block.row] + token) * a->heads + head + place) * a->depth;
@@ -142,6 +149,7 @@ static void begin(const Attention* a, Unit* u, Block block, int64_t head, int64_
   memcpy(u->top, top, sizeof top);
   memcpy(u->total, total, sizeof total);
   memcpy(u->position, position, sizeof position);
+  memcpy(u->oldest, first, sizeof first);
 }
 
 static void end(const Attention* a, const Unit* u, Block block, int64_t head) {
@@ -162,7 +170,7 @@ INLINE void attend(const Attention* a, Unit* u, int64_t index, Form form) {
   int64_t group = a->heads / a->kv_heads, heads = min(a->together, group - part * a->together);
   int64_t head = kv_head * group + part * a->together, before = a->kv_lens[block.row] - a->q_lens[block.row];
   int64_t last = min(min(a->kv_lens[block.row], a->max_pages * a->page_size), before + block.first + a->tokens);
-  int64_t seen = a->window > 0 ? max(0, before + block.first + 1 - a->window) : 0;
+  int64_t seen = oldest(a, before + block.first);
   begin(a, u, block, head, heads);
   for (int64_t first = seen, next; first < last; first = next) {  // pages before the window may be another row's
     next = min((first / TILE + 1) * TILE, last);
@@ -210,8 +218,8 @@ static int64_t cut(const Attention* a, Block* blocks) {
   return count;
 }
 
-// Arguments q, cache, page_table, starts, q_lens, kv_lens, sinks (-inf: none), window [1] (0: none), soft_cap [1] (0: none),
-// and the scales of 8-bit pages. D is a multiple of 16. Tokens of no row, and of rows with one, get no result.
+// Arguments q, cache, page_table, starts, q_lens, kv_lens, sinks (-inf: none), window [1] (0: none, -c: chunks of c tokens), soft_cap
+// [1] (0: none), and the scales of 8-bit pages. D is a multiple of 16. Tokens of no row, and of rows with one, get no result.
 EXPORT XLA_FFI_Error* jaxserve_attend_prompts(XLA_FFI_CallFrame* frame) {
   if (answered_metadata(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *cache = argument(frame, 1), *table = argument(frame, 2);

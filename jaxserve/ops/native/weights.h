@@ -5,6 +5,8 @@
 // zeros. Without zeros they are 0, and 8 in INT4. INT4 has 16 bytes a BLOCK: the low halves are its first 16 numbers.
 // E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa; NaN is not expected.
 // MXFP4 is packed as INT4; its values are E2M1, 2 bits of exponent biased by 1, and its scales bytes, 2^(byte - 127).
+// MXFP8 is FP8 with such scales. NVFP4 is MXFP4 with scales of E4M3 for groups of 16, and a BLOCK of it has two times 8
+// bytes: the low halves of 8 bytes are the first 8 numbers of a group.
 #pragma once
 #include "call.h"
 
@@ -14,7 +16,7 @@
 #include <arm_neon.h>  // and there
 #endif
 
-typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FP8, MXFP4, INT8_16, FORMS } Form;
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FP8, MXFP4, INT8_16, MXFP8, NVFP4, FORMS } Form;
 
 // The processor's widest vector. A BLOCK of numbers becomes float32 at a time.
 #if defined(__AVX512F__)
@@ -43,7 +45,7 @@ typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_
 typedef struct {
   const char* values;
   const float *scales, *zeros;
-  const uint8_t* powers;  // MXFP4's scales
+  const uint8_t* powers;  // scales of a byte
   int64_t rows, depth, group, groups;  // numbers of a group, groups of a row
   int64_t per_row;                     // scales of a row
   Form form;
@@ -68,14 +70,15 @@ INLINE Weight weight(XLA_FFI_CallFrame* frame, int64_t behind) {
   w.form = form_of(values);
   if (last > 2) {
     XLA_FFI_Buffer* scales = argument(frame, 2);
-    if (w.form == INT4 && scales->dtype == XLA_FFI_DataType_U8) w.form = MXFP4;
-    if (w.form == MXFP4) w.powers = scales->data;
-    else w.scales = scales->data;
+    if (scales->dtype == XLA_FFI_DataType_U8) w.form = w.form == INT4 ? MXFP4 : MXFP8;
+    if (scales->dtype == XLA_FFI_DataType_F8E4M3FN) w.form = NVFP4;
+    if (scales->dtype == XLA_FFI_DataType_F32) w.scales = scales->data;
+    else w.powers = scales->data;
     if (last > 3) w.zeros = argument(frame, 3)->data;
     w.groups = w.per_row = scales->dims[1];
     w.group = depth / w.groups;
-    if (w.form == INT8 && w.group == BLOCK / 2) {
-      w.form = INT8_16;
+    if (w.group == BLOCK / 2) {
+      w.form = w.form == INT8 ? INT8_16 : w.form;
       w.group = BLOCK;
       w.groups = w.per_row / 2;
     }
@@ -92,7 +95,8 @@ void multiply_few(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, 
 
 // The bytes of `count` numbers.
 INLINE int64_t bytes(Form form, int64_t count) {
-  return form == FLOAT32 ? 4 * count : form == BFLOAT16 ? 2 * count : form == INT4 || form == MXFP4 ? count / 2 : count;
+  const bool halved = form == INT4 || form == MXFP4 || form == NVFP4;
+  return form == FLOAT32 ? 4 * count : form == BFLOAT16 ? 2 * count : halved ? count / 2 : count;
 }
 
 // Where the number at place k of row `row` lies.
@@ -171,12 +175,12 @@ INLINE integers signed_at(const char* at, int v) { return from_signed(at + v * L
 INLINE vector e4m3_at(const char* at, int v) { return from_e4m3(at + v * LANES); }
 #endif
 
-// What the numbers of one group share. For INT4 `table` has its 16 numbers, where one vector holds them. The last 16
-// numbers of a group of INT8_16 share what is called second.
+// What the numbers of one group share. For 4 bits `table` has the 16 numbers, where one vector holds them. The last 16
+// numbers of a BLOCK of INT8_16 and NVFP4 share what is called second.
 typedef struct {
   float scale, zero, second_scale, second_zero;
 #if defined(__AVX512F__)
-  vector table;
+  vector table, second_table;
 #endif
 } Group;
 
@@ -188,6 +192,14 @@ INLINE float power(uint8_t exponent) {
   return wide.number;
 }
 
+// The numbers of E4M3 without a sign. Reading one takes less time than making it: NVFP4 has a scale for 8 bytes.
+#define OCTAVE(unit) 8 * unit, 9 * unit, 10 * unit, 11 * unit, 12 * unit, 13 * unit, 14 * unit, 15 * unit
+static const float E4M3[128] = {
+    0,              0x1p-9f,        2 * 0x1p-9f,    3 * 0x1p-9f,    4 * 0x1p-9f,    5 * 0x1p-9f,    6 * 0x1p-9f,
+    7 * 0x1p-9f,    OCTAVE(0x1p-9f), OCTAVE(0x1p-8f), OCTAVE(0x1p-7f), OCTAVE(0x1p-6f), OCTAVE(0x1p-5f), OCTAVE(0x1p-4f),
+    OCTAVE(0x1p-3f), OCTAVE(0x1p-2f), OCTAVE(0x1p-1f), OCTAVE(1.0f),   OCTAVE(2.0f),   OCTAVE(4.0f),   OCTAVE(8.0f),
+    OCTAVE(16.0f),  OCTAVE(32.0f)};
+
 // Vector `v` of a BLOCK of 4 bits from `at` on, as numbers from 0 to 15 and as those of E2M1.
 #if defined(__aarch64__)
 INLINE int8x16_t halves_around(const char* at, int v) {
@@ -195,18 +207,24 @@ INLINE int8x16_t halves_around(const char* at, int v) {
   return vreinterpretq_s8_u8(v < 4 ? vandq_u8(all, vdupq_n_u8(15)) : vshrq_n_u8(all, 4));
 }
 INLINE integers int4_at(const char* at, int v) { return widened(halves_around(at, v), v); }
-INLINE vector e2m1_at(const char* at, int v) {
+// Of NVFP4 two vectors of each 8 bytes' low halves come before two of their high halves.
+INLINE vector e2m1_at(Form form, const char* at, int v) {
   const int8x16_t doubled = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-  int8x16_t all = vqtbl1q_s8(doubled, vreinterpretq_u8_s8(halves_around(at, v)));
-  return (vector)vcvtq_n_f32_s32((int32x4_t)widened(all, v), 1);
+  const int half = form == NVFP4 ? v % 4 / 2 * 4 : v, lane = form == NVFP4 ? v / 4 * 2 + v % 2 : v;
+  int8x16_t all = vqtbl1q_s8(doubled, vreinterpretq_u8_s8(halves_around(at, half)));
+  return (vector)vcvtq_n_f32_s32((int32x4_t)widened(all, lane), 1);
 }
 #elif !defined(__AVX512F__)
 INLINE integers int4_at(const char* at, int v) {
   return (integers)(from_bytes(at + v * LANES % 16) >> (v * LANES < 16 ? 0 : 4) & 15);
 }
+INLINE words nvfp4_at(const char* at, int v) {
+  const int place = v * LANES;  // of its first number
+  return from_bytes(at + place / 16 * 8 + place % 8) >> (place % 16 < 8 ? 0 : 4) & 15;
+}
 // Numbers with exponent 0 are 0 and a half.
-INLINE vector e2m1_at(const char* at, int v) {
-  words codes = (words)int4_at(at, v), magnitude = codes & 7, small = (words)(magnitude < 2);
+INLINE vector e2m1_at(Form form, const char* at, int v) {
+  words codes = form == NVFP4 ? nvfp4_at(at, v) : (words)int4_at(at, v), magnitude = codes & 7, small = (words)(magnitude < 2);
   vector wide = (vector)(((magnitude << 22) + (126u << 23)) & ~small);
   vector half = __builtin_convertvector((integers)(magnitude & small), vector) * 0.5f;
   return (vector)((words)(wide + half) | (codes & 8) << 28);
@@ -224,12 +242,18 @@ INLINE Group group_at(const Weight* w, Form form, bool zeros, int64_t row, int64
   } else {
     index += row * w->groups;
   }
-  if (form == MXFP4) {
-    group.scale = power(w->powers[index]);
+  if (form == MXFP4 || form == NVFP4) {
+    group.scale = form == MXFP4 ? power(w->powers[index]) : E4M3[w->powers[2 * index] & 127];
+    group.second_scale = form == MXFP4 ? 0 : E4M3[w->powers[2 * index + 1] & 127];
 #if defined(__AVX512F__)
     const vector numbers = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
     group.table = numbers * group.scale;
+    if (form == NVFP4) group.second_table = numbers * group.second_scale;
 #endif
+    return group;
+  }
+  if (form == MXFP8) {
+    group.scale = power(w->powers[index]);
     return group;
   }
   group.scale = w->scales[index] * (form == FP8 ? 256 : 1);
@@ -250,6 +274,8 @@ INLINE void widen(Form form, bool zeros, const char* at, const Group* group, vec
       out[v] = bfloat16_at(at, v);
     } else if (form == FP8) {
       out[v] = e4m3_at(at, v) * group->scale;
+    } else if (form == MXFP8) {
+      out[v] = e4m3_at(at, v) * 256 * group->scale;  // 256 times the largest scale is infinite
     } else if (form == INT8_16) {
       const bool second = v * LANES >= BLOCK / 2;
       vector number = __builtin_convertvector(signed_at(at, v), vector);
@@ -260,12 +286,20 @@ INLINE void widen(Form form, bool zeros, const char* at, const Group* group, vec
       if (zeros) number -= group->zero;
       out[v] = number * group->scale;
     } else {
+      const bool second = form == NVFP4 && v * LANES >= BLOCK / 2;
 #if defined(__AVX512F__)
+      if (form == NVFP4) {
+        __m128i eight = _mm_loadl_epi64((const __m128i*)(at + v * 8));
+        __m128i codes = _mm_unpacklo_epi64(eight, _mm_srli_epi16(eight, 4));
+        __m512i bits = _mm512_cvtepu8_epi32(codes);  // the permutation takes the low four bits
+        out[v] = (vector)_mm512_permutexvar_ps(bits, (__m512)(second ? group->second_table : group->table));
+        continue;
+      }
       words bits = from_bytes(at + v * LANES % 16) >> (v * LANES < 16 ? 0 : 4);
       out[v] = (vector)_mm512_permutexvar_ps((__m512i)bits, (__m512)group->table);
 #else
-      out[v] = form == MXFP4 ? e2m1_at(at, v) * group->scale
-                             : (__builtin_convertvector(int4_at(at, v), vector) - group->zero) * group->scale;
+      out[v] = form != INT4 ? e2m1_at(form, at, v) * (second ? group->second_scale : group->scale)
+                            : (__builtin_convertvector(int4_at(at, v), vector) - group->zero) * group->scale;
 #endif
     }
   }

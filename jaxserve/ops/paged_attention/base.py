@@ -31,8 +31,8 @@ class AttentionMetadata:
 
     A row without tokens has q_len 0 and kv_len 0. Tokens after cu_q_lens[-1] are padding. Both give zeros.
     The width of `page_table` is a capacity: no backend reads, or spends time on, pages after kv_lens.
-    With a sliding window, entries before the first position that the row sees may name any page, for example one of
-    another row or one never written. Their content, NaN included, must not reach the result.
+    With a sliding window or chunks, entries before the first position that the row sees may name any page, for example
+    one of another row or one never written. Their content, NaN included, must not reach the result.
     """
 
     page_table: jax.Array  # [R, max_pages]  page ids of a row's context, in order
@@ -49,9 +49,10 @@ class AttentionMetadata:
 class AttentionSpec:
     """The static description of a layer's attention. Hashable. Scores are multiplied by `scale`.
 
-    With `sliding_window` w, a token at position p sees the positions [p - w + 1, p]. With `soft_cap` c, a score s
-    becomes c * tanh(s / c), after the scale and before the mask. With `value_columns` n, the caller needs only the
-    first n columns of V, and a backend may return only these, [T, N, n].
+    With `sliding_window` w, a token at position p sees the positions [p - w + 1, p]. With `chunk` c it sees
+    [p - p % c, p]. A layer has at most one of the two. With `soft_cap` c, a score s becomes c * tanh(s / c), after the
+    scale and before the mask. With `value_columns` n, the caller needs only the first n columns of V, and a backend may
+    return only these, [T, N, n].
     """
 
     scale: float
@@ -59,6 +60,33 @@ class AttentionSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     value_columns: int | None = None
+    chunk: int | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether a token sees every position before it. If not, use the methods below."""
+        return self.sliding_window is None and self.chunk is None
+
+    def oldest(self, position: jax.Array) -> jax.Array:
+        """Return the first position that the token at `position` sees, int32 [*S]."""
+        if self.chunk is not None:
+            return jnp.maximum(position, 0) // self.chunk * self.chunk
+        assert self.sliding_window is not None
+        return jnp.maximum(position - self.sliding_window + 1, 0)
+
+    def oldest_before(self, end: jax.Array) -> jax.Array:
+        """Return the first position that the last token before `end` sees, int32 [*S]."""
+        if self.chunk is not None:
+            return self.oldest(end - 1)
+        assert self.sliding_window is not None
+        return jnp.maximum(end - self.sliding_window, 0)
+
+    def reaches(self, column: jax.Array, position: jax.Array) -> jax.Array:
+        """Return whether `column` is not before the first position that the token at `position` sees, bool [*S]."""
+        if self.chunk is not None:
+            return column >= self.oldest(position)
+        assert self.sliding_window is not None
+        return column > position - self.sliding_window
 
 
 @dataclass(frozen=True)
@@ -80,12 +108,13 @@ class ProjectedHeads:
 class Heads(NamedTuple):
     """A layer's q [T, N, D], k and v [T, KH, D], ready for attention.
 
+    k and v are None in a layer that reads another layer's cache: it writes nothing.
     projected: the same before norm and rotation, for a backend that does both itself; None: not available
     """
 
     q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    k: jax.Array | None
+    v: jax.Array | None
     projected: ProjectedHeads | None = None
 
 

@@ -172,6 +172,7 @@ class MosaicGpuBackend(PageScalesLayout):
         """Attend 16-bit q [T, N, D] -> [T, N, D], see `Backend.attend`. Raises ConfigError for other dtypes."""
         held = q.dtype == cache.dtype or is_scaled(cache.dtype)
         _require(held and q.dtype.itemsize == 2, f"16 bit activations and a cache of them or of 8 bits, not {q.dtype}")
+        _require(spec.chunk is None, "layers without chunks")
         _require(q.shape[1] <= spec.num_kv_heads * ROWS, f"at most {ROWS} query heads a kv head")
         layer = LayerPages(cache, metadata.page_table, spec, sinks)
         decode = functools.partial(_attend_last_tokens, self, layer)

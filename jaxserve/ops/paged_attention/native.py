@@ -47,7 +47,7 @@ class NativeBackend(XlaBackend):
 def _context(layer: TiledLayer) -> native.PagedContext:
     spec, [cache, *scales] = layer.spec, jax.tree.leaves(layer.cache)
     limits = spec.sliding_window, spec.soft_cap
-    return native.PagedContext(cache, layer.page_table, layer.sinks, *limits, scales[0] if scales else None)
+    return native.PagedContext(cache, layer.page_table, layer.sinks, *limits, scales[0] if scales else None, spec.chunk)
 
 
 def _takes(layer: TiledLayer) -> bool:

@@ -66,8 +66,8 @@ def _attend_one(
         scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
     column = jnp.arange(kv.shape[0], dtype=jnp.int32)
     seen = column <= position
-    if spec.sliding_window is not None:
-        seen &= column > position - spec.sliding_window
+    if not spec.sees_all:
+        seen &= spec.reaches(column, position)
     scores = jnp.where(seen[None, None, :], scores, -jnp.inf).reshape(heads, -1)
     sink = jnp.full((heads, 1), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)[:, None]
     top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), sink)

@@ -36,7 +36,7 @@ class MeshAttention:
     ) -> tuple[jax.Array, Pages]:
         """Write k and v [T, KH, D] to the cache and attend q [T, N, D] to it -> (out [T, N, D], cache).
 
-        sinks: [N] or None. `spec` counts the kv heads of the whole model.
+        Without k and v nothing is written. sinks: [N] or None. `spec` counts the kv heads of the whole layer.
         """
         local = partial(self._local, spec=spec)
         q, k, v, projected = heads
@@ -48,7 +48,7 @@ class MeshAttention:
             return local((q, k, v), cache, metadata, sinks)
         by_head = P(None, "tensor", None)
         kv, pages = P(), P()
-        if spec.num_kv_heads % self.mesh.shape["tensor"] == 0:
+        if self._num_own(spec.num_kv_heads) < spec.num_kv_heads or self.mesh.shape["tensor"] == 1:
             kv, pages = by_head, head_partition(self.backend)
         return jax.shard_map(
             local,
@@ -60,7 +60,7 @@ class MeshAttention:
 
     def _local(
         self,
-        heads: tuple[jax.Array, jax.Array, jax.Array],
+        heads: tuple[jax.Array, jax.Array | None, jax.Array | None],
         cache: Pages,
         metadata: AttentionMetadata,
         sinks: jax.Array | None,
@@ -69,9 +69,15 @@ class MeshAttention:
     ) -> tuple[jax.Array, Pages]:
         """Write and attend on one device: q [T, its N, D], k and v [T, its KH, D]."""
         q, k, v = heads
-        cache = self.backend.write(cache, k, v, metadata.slot_mapping)
-        mine = dataclasses.replace(spec, num_kv_heads=k.shape[1])
+        if k is not None and v is not None:
+            cache = self.backend.write(cache, k, v, metadata.slot_mapping)
+        mine = dataclasses.replace(spec, num_kv_heads=self._num_own(spec.num_kv_heads))
         return self.backend.attend(q, cache, metadata, mine, sinks), cache
+
+    def _num_own(self, num_kv_heads: int) -> int:
+        """Return how many of a layer's kv heads a device has: all of them if they cannot be split."""
+        parts = 1 if self.mesh is None else self.mesh.shape["tensor"]
+        return num_kv_heads if num_kv_heads % parts else num_kv_heads // parts
 
 
 def head_partition(backend: Backend) -> P:

@@ -298,7 +298,7 @@ def _kernel(  # noqa: C901  one kernel
     kv_buffer, *scale_buffers = buffers
     _, pages, kept, kv_heads, page_size, head_dim = kv_buffer.shape
     tile = pages * page_size
-    oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
+    oldest = 0 if spec.sees_all else spec.oldest(position)
     begin, stop = oldest // tile, (end + tile - 1) // tile
 
     def copies(index: jax.Array):
@@ -336,11 +336,11 @@ def _kernel(  # noqa: C901  one kernel
         column = index * tile + lax.broadcasted_iota(jnp.int32, shape, 1)
         query = position + lax.broadcasted_iota(jnp.int32, shape, 0) // group
         seen = column <= query
-        if spec.sliding_window is not None:
-            seen &= column > query - spec.sliding_window
+        if not spec.sees_all:
+            seen &= spec.reaches(column, query)
         place = index * tile + lax.broadcasted_iota(jnp.int32, (tile, head_dim), 0)
         live, scaled = place < kv_len, column[:1] < kv_len
-        if spec.sliding_window is not None:
+        if not spec.sees_all:
             live &= place >= oldest
             scaled &= column[:1] >= oldest
         for head in range(kv_heads):

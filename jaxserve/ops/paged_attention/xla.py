@@ -86,16 +86,16 @@ def read_tiles(
 
 def first_tile(layer: TiledLayer, position: jax.Array) -> jax.Array:
     """Return the first tile that a query at `position` sees, int32 [*S]; position int32 [*S]."""
-    if layer.spec.sliding_window is None:
+    if layer.spec.sees_all:
         return jnp.zeros_like(position)
-    return jnp.maximum(position - layer.spec.sliding_window + 1, 0) // layer.tile
+    return layer.spec.oldest(position) // layer.tile
 
 
 def sees(layer: TiledLayer, column: jax.Array, position: jax.Array) -> jax.Array:
     """Return whether the query at `position` sees the token at `column`, int32 [*S] each -> bool [*S]."""
     seen = column <= position
-    if layer.spec.sliding_window is not None:
-        seen &= column > position - layer.spec.sliding_window
+    if not layer.spec.sees_all:
+        seen &= layer.spec.reaches(column, position)
     return seen
 
 
@@ -430,8 +430,8 @@ def _attend_block(
         column = tile * layer.tile + jnp.arange(layer.tile, dtype=jnp.int32)
         k, v = read_tiles(layer, row, tile, layer.tile, kv_len)
         live = column < kv_len
-        if layer.spec.sliding_window is not None:
-            live &= column > start - layer.spec.sliding_window
+        if not layer.spec.sees_all:
+            live &= layer.spec.reaches(column, start)
         v = jnp.where(live[:, None], v, 0.0)  # 0 * NaN is NaN: the page may hold another request's NaN
         scores = [jnp.matmul(queries[h], _head(k, h, head_dim).T) for h in range(kv_heads)]
         scores = lax.optimization_barrier(jnp.concatenate(scores))

@@ -47,8 +47,9 @@ class TritonTuning:
     decode_warps: int = 4
     decode_stages: int = 5
     programs: int = PROGRAMS
-    # Rows of the extend kernel's products: query tokens x heads of a group. Halved if head_dim is above 128, where
-    # they do not fit into registers (ptxas for sm_90 reports 1.2 KB of spills).
+    # Rows of the extend kernel's products: query tokens x heads of a group. Of heads of up to 256 half as many, because
+    # more do not fit into registers (ptxas for sm_90 reports 1.2 KB of spills); of larger ones, up to 512, a quarter,
+    # with half of the tile, because more do not fit into the 227 KiB of shared memory.
     extend_rows: int = 128
     extend_tile: int = 64
     extend_warps: int = 8
@@ -57,6 +58,14 @@ class TritonTuning:
     def splits(self, num_rows: int, num_kv_heads: int, max_context: int) -> int:
         """Return the number of splits of a decode step, with at least two tiles per split, see `num_splits`."""
         return num_splits(self.programs, num_rows * num_kv_heads, max_context, 2 * self.decode_tile)
+
+    def extend_sizes(self, head_dim: int) -> tuple[int, int]:
+        """Return the rows and the tile of the extend kernel."""
+        if head_dim <= 128:
+            return self.extend_rows, self.extend_tile
+        if head_dim <= 256:
+            return self.extend_rows // 2, self.extend_tile
+        return self.extend_rows // 4, self.extend_tile // 2
 
 
 @dataclass(frozen=True)
@@ -142,12 +151,10 @@ def _attend_long_rows(
     num_tokens, heads, head_dim = q.shape
     kv_heads, pages = layer.spec.num_kv_heads, jax.tree.leaves(layer.tokens)
     group = heads // kv_heads
-    block_rows = tuning.extend_rows if head_dim <= 128 else tuning.extend_rows // 2
+    block_rows, tile = tuning.extend_sizes(head_dim)
     block = max(1, block_rows // pl.next_power_of_2(group))
     blocks = query_blocks(rows, num_tokens, block, min_tokens=2)
-    kernel = functools.partial(
-        _extend_kernel, spec=layer.spec, page_size=layer.cache.shape[1], block=block, tile=tuning.extend_tile
-    )
+    kernel = functools.partial(_extend_kernel, spec=layer.spec, page_size=layer.cache.shape[1], block=block, tile=tile)
     first = jnp.where(blocks.live, blocks.first, -1)
     scalars = [blocks.row, first, rows.start, rows.q_len, rows.kv_len, layer.page_table]
     by_head = pl.BlockSpec((num_tokens, None, group, head_dim), lambda b, h: (0, h, 0, 0))
@@ -223,7 +230,7 @@ def _decode_kernel(
     (heads, head_limit), (columns, column_limit) = padded(q_ref.shape[0], TENSOR_CORE_ROWS), padded(q_ref.shape[1])
     own, limits = index_grid(heads, columns), (head_limit, column_limit)
     q = load(q_ref, own, limits)
-    oldest = 0 if spec.sliding_window is None else jnp.maximum(kv_len - spec.sliding_window, 0)
+    oldest = 0 if spec.sees_all else spec.oldest_before(kv_len)
     first, last = oldest // tile, pl.cdiv(kv_len, tile)
     share = pl.cdiv(last - first, splits)  # tiles per split
     begin = first + pl.program_id(2) * share
@@ -268,7 +275,7 @@ def _extend_kernel(
         q = load(q_ref, own, limits).reshape(block * heads.shape[0], columns.shape[0])
         position = kv_len - q_len + first  # of the block's first token
         query = position + jnp.arange(q.shape[0], dtype=jnp.int32) // heads.shape[0]
-        oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
+        oldest = 0 if spec.sees_all else spec.oldest(position)
 
         def step(index: jax.Array, state: Base2Softmax, masked: bool) -> Base2Softmax:
             """Add tile `index`, an int32 [], to the softmax; masked: some queries do not see all of it."""
@@ -279,13 +286,13 @@ def _extend_kernel(
                 return _add(state, q, kv, spec, None)
             live = (context < kv_len) & (context >= oldest)
             seen = (context[None, :] <= query[:, None]) & live[None, :]
-            if spec.sliding_window is not None:
-                seen &= context[None, :] > query[:, None] - spec.sliding_window
+            if not spec.sees_all:
+                seen &= spec.reaches(context[None, :], query[:, None])
             return _add(state, q, kv, spec, seen)
 
         begin, end = oldest // tile, pl.cdiv(jnp.minimum(kv_len, position + block), tile)
-        # Tiles that every query of the block sees entirely: without a window, the tiles before the diagonal.
-        whole = begin if spec.sliding_window is not None else jnp.minimum((position + 1) // tile, end)
+        # Tiles that every query of the block sees entirely: the tiles before the diagonal, if a token sees all.
+        whole = jnp.minimum((position + 1) // tile, end) if spec.sees_all else begin
         state = lax.fori_loop(begin, whole, functools.partial(step, masked=False), empty(*q.shape))
         state = lax.fori_loop(whole, end, functools.partial(step, masked=True), state)
         (out,), lse = finish(state)

@@ -187,11 +187,11 @@ def _decode_kernel(
     splits: int,
 ) -> None:
     *pages, table_ref, len_ref, out_ref, lse_ref = refs
-    kv_len, window = len_ref[()], sizes.spec.sliding_window
+    kv_len, spec = len_ref[()], sizes.spec
     head = pl.program_id(0) * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
     limit = q_ref.shape[0] if q_ref.shape[0] % sizes.block else None
     q = [load(q_ref, index_grid(head, part.columns), (limit, part.limit)) for part in sizes.parts]
-    oldest = 0 if window is None else jnp.maximum(kv_len - window, 0)
+    oldest = 0 if spec.sees_all else spec.oldest_before(kv_len)
     first, last = oldest // sizes.tile, pl.cdiv(kv_len, sizes.tile)
     share = pl.cdiv(last - first, splits)  # tiles per split
     begin = first + pl.program_id(2) * share
@@ -221,7 +221,7 @@ def _extend_kernel(
     sizes: _Sizes,
 ) -> None:
     *pages, row_ref, first_ref, start_ref, q_len_ref, kv_len_ref, table_ref, out_ref, lse_ref = refs
-    first_head, index, window = pl.program_id(0) * sizes.block, pl.program_id(1), sizes.spec.sliding_window
+    first_head, index, spec = pl.program_id(0) * sizes.block, pl.program_id(1), sizes.spec
 
     @pl.when(first_ref[index] >= 0)
     def _live() -> None:
@@ -235,15 +235,15 @@ def _extend_kernel(
         q = [_load_rows(q_ref, place, head, part) for part in sizes.parts]
         position = kv_len - q_len + first  # of the block's first token
         query = kv_len - q_len + token
-        oldest = 0 if window is None else jnp.maximum(position - window + 1, 0)
+        oldest = 0 if spec.sees_all else spec.oldest(position)
 
         def step(index: jax.Array, state: Base2Softmax) -> Base2Softmax:
             """Add tile `index`, an int32 [], to the softmax."""
             context = index * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)
             where = places(lambda page: table_ref[row, page], context, sizes.page_size, (oldest, kv_len - 1))
             seen = (context[None, :] <= query[:, None]) & ((context < kv_len) & (context >= oldest))[None, :]
-            if window is not None:
-                seen &= context[None, :] > query[:, None] - window
+            if not spec.sees_all:
+                seen &= spec.reaches(context[None, :], query[:, None])
             return _add(state, q, pages, where, sizes, seen)
 
         end = pl.cdiv(jnp.minimum(kv_len, position + sizes.tokens), sizes.tile)
