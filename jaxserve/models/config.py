@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 from jaxserve.models.stored_form import StoredForm
+from jaxserve.models.tensor_names import Rules
+from jaxserve.models.vision.config import VisionConfig
+from jaxserve.ops.state import StateSpec
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,20 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
 
+# How a checkpoint stores the experts of a layer, see `moe.Experts`.
+PackedExperts = Literal["none", "stacked", "rows", "columns", "bfloat16", "mxfp4"]
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_silu", "clamped_swiglu", "xielu"]
+
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """The properties of one layer that the KV cache and the attention kernel depend on.
 
     A token stores K and V of `num_kv_heads` heads of `head_dim` values each.
     sliding_window w: a token at position p sees [p - w + 1, p].
+    chunk c: a token at position p sees [p - p % c, p]. A layer has a window, chunks or neither.
+    reads: index of an earlier layer with the same heads. This layer attends to its cache and stores nothing.
     soft_cap c: a score s becomes c * tanh(s / c), after the scale.
     sinks: the layer passes one score per query head that is added to the softmax's denominator.
     latent: multi-head latent attention (MLA). V is the beginning of K, so a layout may store K alone.
@@ -46,18 +57,58 @@ class AttentionLayer:
     sinks: bool = False
     latent: bool = False
     value_columns: int | None = None
+    chunk: int | None = None
+    reads: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads of one layer's attention, for models whose layers differ. The fields are those of ModelConfig."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_repeat: int = 1
+
+
+@dataclass(frozen=True)
+class MoENames:
+    """The checkpoint's names of a sparse layer's parts.
+
+    block: the feed-forward itself, in the layer. The others are relative to it.
+    router: the module with the scores' weight.
+    correction: the whole name of that tensor. correction_is_row: it is [1, E].
+    experts: an expert's gate, up and down. Without a gate the first is not used.
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    correction_is_row: bool = False
+    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """Routed experts. Layers marked in `sparse_layers` have them; the others have a dense MLP.
 
-    router: how scores become weights.
-      "softmax"       Softmax over all experts, then the top k. If `normalize`, divided by their sum.
-      "topk_softmax"  The top k scores, then softmax over those.
-      "sigmoid"       Sigmoid. A learned correction is added for the choice only. The best `topk_groups` of
-                      `num_groups` groups are kept, ranked by the sum of their two best experts. If `normalize`,
-                      divided by the sum of the chosen. Multiplied by `scale`.
+    In the order of computation:
+
+    router_bias    the router has a bias beside its weight
+    soft_cap c     a score s becomes c * tanh(s / c)
+    router         how scores become gates: "softmax" over all experts, "sigmoid" of each, or "topk_softmax", which
+                   is softmax over the chosen ones and knows none of the next three
+    correction     a learned number per expert is added for the choice only
+    num_groups     the best `topk_groups` groups of experts are kept, ranked by the sum of their two best
+    normalize      the gates of the chosen are divided by their sum plus `normalize_eps`
+    scale          the result is multiplied by it
+    weights_input  an expert's input is multiplied by the weight, not its output
+    expert_bias    the experts have biases
+    shared_ffn     width of the shared expert, which every token uses; 0: there is none
+    shared_gate    the shared expert's output is multiplied by the sigmoid of one more score
+    latent         width of the experts' inputs and outputs, between two more projections; 0: the hidden size
     """
 
     num_experts: int
@@ -66,11 +117,19 @@ class MoEConfig:
     sparse_layers: tuple[bool, ...]
     router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
+    soft_cap: float | None = None
+    correction: bool = False
     normalize: bool = True
+    normalize_eps: float = 0.0
     num_groups: int = 1
     topk_groups: int = 1
     scale: float = 1.0
-    shared_ffn: int = 0  # width of the shared expert, which every token uses; 0: there is none
+    weights_input: bool = False
+    expert_bias: bool = False
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    latent: int = 0
+    names: MoENames = MoENames()
 
 
 @dataclass(frozen=True)
@@ -86,6 +145,29 @@ class LatentConfig:
     nope_dim: int
     rope_dim: int
     v_dim: int
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """The biases of a Mamba-2 layer: of the convolution, and of both projections."""
+
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Gemma4Config:
+    """What only Gemma 4 has.
+
+    key_is_value: in layers without a window V is the projection to K, before its norm.
+    reader_ffn: width of the MLP of layers that read another layer's cache.
+    input_size, input_vocab: size of each layer's own embeddings, and the tokens that have one. 0: there are none.
+    """
+
+    key_is_value: bool
+    reader_ffn: int
+    input_size: int
+    input_vocab: int
 
 
 @dataclass(frozen=True)
@@ -106,45 +188,77 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     norm_eps: float = 1e-6
+    post_norm_eps: float | None = None  # of the norms after attention and MLP, if it differs
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over each head, or over all heads at once
-    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"] = "silu"
-    activation_limit: float = 0.0  # clamp of "clamped_swiglu"
-    norm_offset: float = 0.0  # added to every RMSNorm weight
+    # RMSNorm of queries and keys: over each head before or after the rotation, or without a weight, or over all heads
+    qk_norm: Literal["none", "head", "rotated_head", "over_rms", "full"] = "none"
+    gated_mlp: bool = True  # otherwise an MLP is down(activation(up(x)))
+    activation: Activation = "silu"
+    activation_limit: float = 0.0  # of "clamped_silu" and "clamped_swiglu"
+    # of each layer: the limits of its routed experts and of its shared expert or MLP, 0: none; () means none has one
+    layer_limits: tuple[tuple[float, float], ...] = ()
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False  # of "layer"
+    norm_offset: float = 0.0  # added to the weight of every norm
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the hidden state
+    logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer; () means none has one
+    layer_chunks: tuple[int | None, ...] = ()  # likewise, the chunk that a token sees the tokens of
+    layer_reads: tuple[int | None, ...] = ()  # layer whose cache each layer attends to; None: its own; () means all
+    layer_heads: tuple[LayerHeads, ...] = ()  # heads of each layer, see `at`; () means all have num_heads and so on
     local_rope: RopeConfig | None = None  # rotation of the layers with a window, if it differs from `rope`
     rope_layers: tuple[bool, ...] = ()  # which layers rotate; () means all
+    unrotated: RopeConfig | None = None  # of the other layers, whose queries it may scale
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
     attention_sinks: bool = False
+    value_dim: int | None = None  # of a value head, if it is narrower than a key head
+    value_scale: float = 1.0
+    # of attention: by a projection of its own, or ("queries") by rows of q_proj behind those of each head
+    output_gate: Literal["none", "per-head", "per-element", "queries"] = "none"
+    layer_states: tuple[StateSpec | None, ...] = ()  # recurrent state in place of attention; () means none has one
+    mlp_layers: tuple[bool, ...] = ()  # which layers have a feed-forward; () means all
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
-    packed_projections: bool = False  # the checkpoint stores q, k, v and gate, up as one tensor each
-    packed_experts: Literal["none", "bfloat16", "mxfp4"] = "none"  # form of a tensor with all experts of a layer
+    gemma4: Gemma4Config | None = None
+    mamba2: Mamba2Config | None = None
+    packed_qkv: bool = False  # the checkpoint stores q, k and v as one tensor
+    packed_gate_up: bool = False  # the checkpoint stores gate and up as one tensor
+    packed_experts: PackedExperts = "none"  # form of a tensor with all experts of a layer
     weight_block: tuple[int, int] | None = None  # rows and columns of an FP8 weight that share a scale
+    vision: VisionConfig | None = None  # a tower whose rows stand for tokens; None: the model takes no pictures
     bidirectional: bool = False  # an encoder: makes embeddings and generates no text
     type_vocab_size: int = 0  # token types of an encoder
     position_offset: int = 0  # row of an encoder's position table that the first token uses
     labels: tuple[str, ...] = ()  # of a classification head, in place of an output head; (): there is none
     multi_label: bool = False  # each label has a probability of its own
     ignored_tensors: tuple[str, ...] = ()  # regular expressions of checkpoint names that the model does not use
+    tensor_names: Rules = ()  # how the checkpoint's names become those of the modules
     dtype: str = "float32"  # of the checkpoint
     activation_dtype: str | None = None  # None: the weights'
     stored_form: StoredForm | None = None  # of a checkpoint's quantized weights
     # quantization of linear layers and experts at load; "stored": as in the checkpoint, see stored_form
-    quantization: Literal["none", "stored", "int8", "int4", "fp8"] = "none"
+    quantization: Literal["none", "stored", "int8", "int4", "fp8", "mxfp4", "nvfp4"] = "none"
     quantized_head: bool = False  # at load, with the linear layers
     generation: GenerationDefaults = GenerationDefaults()
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """Return the attention of each layer, in order. The runtime makes caches and kernel specs from it."""
-        return tuple(self._attention_layer(window) for window in self.windows)
+        nothing = (None,) * self.num_layers
+        limits = zip(self.windows, self.layer_chunks or nothing, self.layer_reads or nothing, strict=True)
+        return tuple(self.at(index)._attention_layer(*each) for index, each in enumerate(limits))
+
+    @property
+    def mixers(self) -> tuple[AttentionLayer | StateSpec, ...]:
+        """Return how each layer mixes tokens: by attention or by a recurrent state."""
+        states = self.layer_states or (None,) * self.num_layers
+        return tuple(state or layer for state, layer in zip(states, self.attention_layers, strict=True))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -153,13 +267,19 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """Return the rotation of each layer, None for a layer without positions."""
+        """Return the rotation of each layer, None for a layer that does not see positions."""
         rotated = self.rope_layers or (True,) * self.num_layers
         pairs = zip(rotated, self.windows, strict=True)
         local = self.local_rope or self.rope
-        return tuple(None if not r else self.rope if window is None else local for r, window in pairs)
+        return tuple(self.unrotated if not r else self.rope if window is None else local for r, window in pairs)
 
-    def _attention_layer(self, window: int | None) -> AttentionLayer:
+    def at(self, index: int) -> ModelConfig:
+        """Return the configuration whose heads are those of layer `index`. Its modules are made from it."""
+        if not self.layer_heads:
+            return self
+        return self.replace(**dataclasses.asdict(self.layer_heads[index]))
+
+    def _attention_layer(self, window: int | None, chunk: int | None, reads: int | None) -> AttentionLayer:
         head_dim = self.head_dim if self.latent is None else self.latent.kv_rank + self.latent.rope_dim
         return AttentionLayer(
             num_heads=self.num_heads,
@@ -171,6 +291,8 @@ class ModelConfig:
             sinks=self.attention_sinks,
             latent=self.latent is not None,
             value_columns=None if self.latent is None else self.latent.kv_rank,
+            chunk=chunk,
+            reads=reads,
         )
 
     def replace(self, **changes: Any) -> ModelConfig:
@@ -180,16 +302,31 @@ class ModelConfig:
     def for_tensor(self, size: int) -> ModelConfig:
         """Return the configuration for `size` tensor-parallel devices.
 
-        If there are fewer kv heads than devices, each head is copied to several. Raises ValueError if the heads
-        cannot be split evenly.
+        If there are fewer kv heads than devices, each head is copied to several, and so are B and C of Mamba-2.
+        Raises ValueError if the heads cannot be split evenly.
         """
-        if self.num_heads % size:
-            raise ValueError(f"{self.num_heads} attention heads cannot be split over {size} devices")
-        if self.latent is not None or self.num_kv_heads % size == 0:
+        own = LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim, self.kv_repeat)
+        heads, *by_layer = (self._split(each, size) for each in (own, *self.layer_heads))
+        states = tuple(state and _split_state(state, size) for state in self.layer_states)
+        if (heads, tuple(by_layer), states) == (own, self.layer_heads, self.layer_states):
             return self
-        if size % self.num_kv_heads:
-            raise ValueError(f"{self.num_kv_heads} kv heads can be neither split nor copied evenly over {size} devices")
-        return self.replace(num_kv_heads=size, kv_repeat=self.kv_repeat * size // self.num_kv_heads)
+        return self.replace(**dataclasses.asdict(heads), layer_heads=tuple(by_layer), layer_states=states)
+
+    def _split(self, heads: LayerHeads, size: int) -> LayerHeads:
+        if heads.num_heads % size:
+            raise ValueError(f"{heads.num_heads} attention heads cannot be split over {size} devices")
+        count = heads.num_kv_heads
+        if self.latent is not None or count % size == 0:
+            return heads
+        if size % count:
+            raise ValueError(f"{count} kv heads can be neither split nor copied evenly over {size} devices")
+        return dataclasses.replace(heads, num_kv_heads=size, kv_repeat=heads.kv_repeat * size // count)
+
+    def without_tower(self) -> ModelConfig:
+        """Return the configuration of the language model alone, which takes no pictures."""
+        if self.vision is None:
+            return self
+        return self.replace(vision=None, ignored_tensors=(*self.ignored_tensors, r"^visual\."))
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """Return the configuration for a context of `max_model_len` tokens, which chooses LongRoPE's factors."""
@@ -198,3 +335,13 @@ class ModelConfig:
             return self
         scaling = dataclasses.replace(scaling, long=max_model_len > scaling.original_max_position)
         return self.replace(rope=dataclasses.replace(self.rope, scaling=scaling))
+
+
+def _split_state(state: StateSpec, size: int) -> StateSpec:
+    """Return a state's description for `size` devices. Raises ValueError if its heads cannot be split evenly."""
+    heads = state.key_heads
+    if heads % size == 0:
+        return state
+    if state.kind != "mamba2" or size % heads or state.heads % size:
+        raise ValueError(f"{heads} key heads of a state cannot be split over {size} devices")
+    return dataclasses.replace(state, key_heads=size, copies=state.copies * size // heads)

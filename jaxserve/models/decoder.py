@@ -10,19 +10,32 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.config import AttentionLayer, ModelConfig
-from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, Embed, Linear, RMSNorm, RopeTable
+from jaxserve.models.layers import (
+    MLP,
+    AttendFn,
+    Attention,
+    Cache,
+    Embed,
+    Linear,
+    RMSNorm,
+    RopeTable,
+    StateInputs,
+    layer_norm,
+)
 from jaxserve.models.moe import KeepsChoices, take_choices
 from jaxserve.models.rope import RopeConfig, rope_table
 from jaxserve.models.sharding import depth_axes
+from jaxserve.models.vision.tower import Tower
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads
+from jaxserve.ops.state import StateSpec
 
 
 class AttendLayer(Protocol):
@@ -33,7 +46,7 @@ class AttendLayer(Protocol):
     """
 
     def __call__(
-        self, layer_index: int, heads: Heads, cache: Cache, sinks: jax.Array | None = None
+        self, layer_index: int, heads: Heads | StateInputs, cache: Cache, sinks: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]: ...
 
 
@@ -61,34 +74,73 @@ class Layer(nnx.Module):
         """Run the layer: x [T, D] -> (x [T, D], cache)."""
 
 
-class PreNormLayer(Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the layer of Llama and of most other families."""
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """Return x * scale in x's dtype. The product is in float32, because the scale itself is not rounded."""
+    return x if scale == 1.0 else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: AttentionBlock, mlp: FeedForward) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config, dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype)
-        self.mlp = mlp
+
+class PreNormLayer(Layer):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the layer of Llama and of most other families.
+
+    Granite scales what is added by `residual_scale`. block and mixer are the checkpoint's names of the feed-forward
+    and of the attention, or of what stands in its place.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        attention: AttentionBlock,
+        mlp: FeedForward,
+        block: str = "mlp",
+        mixer: str = "self_attn",
+    ) -> None:
+        self.input_layernorm = layer_norm(config, dtype)
+        self.mixer = mixer
+        setattr(self, mixer, attention)
+        self.post_attention_layernorm = layer_norm(config, dtype)
+        self.block = block
+        setattr(self, block, mlp)
+        self.residual_scale = config.residual_scale
 
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
-        out, cache = self.self_attn(self.input_layernorm(x), rope, cache, attend, linear)
-        x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x), linear), cache
+        out, cache = getattr(self, self.mixer)(self.input_layernorm(x), rope, cache, attend, linear)
+        x = x + scaled(out, self.residual_scale)
+        out = getattr(self, self.block)(self.post_attention_layernorm(x), linear)
+        return x + scaled(out, self.residual_scale), cache
+
+
+class PostNormLayer(Layer):
+    """x + norm(attention(x)), then x + norm(mlp(x)): OLMo 2, EXAONE 4."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype)
+        self.mlp = MLP(config, dtype)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype)
+
+    def __call__(
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
+    ) -> tuple[jax.Array, Cache]:
+        out, cache = self.self_attn(x, rope, cache, attend, linear)
+        x = x + self.post_attention_layernorm(out)
+        return x + self.post_feedforward_layernorm(self.mlp(x, linear)), cache
 
 
 class SandwichLayer(Layer):
     """PreNormLayer with another norm after attention and after the MLP, each before the residual: Gemma 2 and 3."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: AttentionBlock | None = None) -> None:
         size = config.hidden_size
+        outer = config if config.post_norm_eps is None else config.replace(norm_eps=config.post_norm_eps)
         self.input_layernorm = RMSNorm(size, config, dtype)
-        self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(size, config, dtype)
+        self.self_attn = attention or Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(size, outer, dtype)
         self.pre_feedforward_layernorm = RMSNorm(size, config, dtype)
         self.mlp = MLP(config, dtype)
-        self.post_feedforward_layernorm = RMSNorm(size, config, dtype)
+        self.post_feedforward_layernorm = RMSNorm(size, outer, dtype)
 
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
@@ -106,7 +158,7 @@ class Decoder(KeepsChoices):
         self.config = config
         self.embed_tokens = Embed(config, dtype)
         self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.hidden_size, config, dtype)
+        self.norm = layer_norm(config, dtype)
 
     def __call__(
         self,
@@ -115,12 +167,16 @@ class Decoder(KeepsChoices):
         caches: Sequence[Cache],
         attend: AttendLayer,
         linear: Products,
+        added: Sequence[jax.Array] = (),
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """Run all layers: x [T, D], positions int32 [T] -> (normed hidden [T, D], caches, one per layer)."""
-        ropes, specs = self.config.ropes, self.config.attention_layers
+        """Run all layers: x [T, D], positions int32 [T] -> (normed hidden [T, D], caches, one per layer).
+
+        The cache of a layer that reads another's is None. added: see `run_layers`
+        """
+        ropes, specs = self.config.ropes, self.config.mixers
         tables = {rope: rope_table(rope, positions) for rope in ropes if rope is not None}
         frames = [LayerFrame(spec, rope, rope and tables[rope]) for spec, rope in zip(specs, ropes, strict=True)]
-        x, new_caches, choices = run_layers(self.layers, x, frames, caches, attend, linear)
+        x, new_caches, choices = run_layers(self.layers, x, frames, caches, attend, linear, added)
         if choices:
             self.keep_choices(jnp.stack(choices, axis=1))
         return self.norm(x), new_caches
@@ -133,7 +189,7 @@ class LayerFrame:
     Layers of equal (spec, rope) and structure share one trace.
     """
 
-    spec: AttentionLayer
+    spec: AttentionLayer | StateSpec
     rope: RopeConfig | None
     table: RopeTable | None
 
@@ -145,11 +201,15 @@ def run_layers(
     caches: Sequence[Cache],
     attend: AttendLayer,
     linear: Products,
+    added: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
     """Run the layers in order on x [T, D] -> (x [T, D], caches, expert ids int32 [T, K] of each sparse layer).
 
     Equal layers share one trace and one lowering through a nested jit, keyed by the layer's graphdef, attention and
-    rotation. This shortens the start of a 32-layer model by a quarter. XLA inlines the calls.
+    rotation. This shortens the start of a 32-layer model by a quarter. XLA inlines the calls. A layer that reads
+    another layer's cache gets it as that layer left it, and returns it unchanged.
+
+    added: [T, D] to add to the hidden states after each of the first layers (DeepStack, arXiv:2406.04334)
     """
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -160,32 +220,53 @@ def run_layers(
         layer = nnx.merge(graphdef, state)
         return *layer(x, rope, cache, functools.partial(attend, index), linear), take_choices(layer)
 
-    first_of_kind: dict[tuple[nnx.GraphDef, AttentionLayer, RopeConfig | None], int] = {}
-    new_caches, choices = [], []
+    first_of_kind: dict[tuple[nnx.GraphDef, AttentionLayer | StateSpec, RopeConfig | None], int] = {}
+    new_caches: list[Cache] = []
+    choices: list[jax.Array] = []
     for index, (layer, frame, cache) in enumerate(zip(layers, frames, caches, strict=True)):
         graphdef, state = nnx.split(layer)
         first = first_of_kind.setdefault((graphdef, frame.spec, frame.rope), index)
-        x, cache, chosen = call(graphdef, first, state, x, frame.table, cache)
-        new_caches.append(cache)
+        reads = frame.spec.reads if isinstance(frame.spec, AttentionLayer) else None
+        x, cache, chosen = call(graphdef, first, state, x, frame.table, cache if reads is None else new_caches[reads])
+        new_caches.append(cache if reads is None else None)
         choices += [] if chosen is None else [chosen]
+        if index < len(added):
+            x = x + added[index]
     return x, tuple(new_caches), choices
+
+
+class PictureRows(NamedTuple):
+    """The rows of a tower that stand for tokens of a step."""
+
+    tokens: jax.Array  # int32 [T]  the token's row in the pool; -1: it is no picture's
+    pool: jax.Array  # [1 + deepstack blocks, E, D]
+
+    def of(self, part: int) -> jax.Array:
+        """Return a part of each token's row, 0 for a token of text: [T, D]."""
+        found = self.pool[part].at[self.tokens].get(mode="clip")
+        return jnp.where(self.tokens[:, None] >= 0, found, 0)
 
 
 class CausalLM(nnx.Module):
     """A causal language model. A subclass is one architecture and defines `make_layer`.
 
     Made under `nnx.eval_shape`, so it holds only shapes until `ModelStructure.bind` puts the weights in.
+    decoder: the class of `model`.
     """
+
+    decoder: ClassVar[type[Decoder]] = Decoder
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config = config
         layers = [self.make_layer(config, index, dtype) for index in range(config.num_layers)]
-        self.model = Decoder(config, layers, dtype)
+        self.model = self.decoder(config, layers, dtype)
         size = config.vocab_size, config.hidden_size
         tied = config.tie_word_embeddings or bool(config.labels)
         self.lm_head = None if tied else Linear(size, ("vocab", "embed"), dtype)
         head = len(config.labels), config.hidden_size
         self.score = Linear(head, (None, "embed"), dtype) if config.labels else None
+        if config.vision is not None:
+            self.visual = Tower(config.vision, dtype)
 
     @classmethod
     @abstractmethod
@@ -199,9 +280,19 @@ class CausalLM(nnx.Module):
         caches: Sequence[Cache],
         attend: AttendLayer,
         linear: Products = Products(),
+        pictures: PictureRows | None = None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """Run token_ids and positions int32 [T] -> (hidden [T, D] after the final norm, caches per layer)."""
-        return self.model(linear.whole(self.embed(token_ids)), positions, caches, attend, linear)
+        """Run token_ids and positions int32 [T] -> (hidden [T, D] after the final norm, caches per layer).
+
+        The cache of a layer that reads another's is None. positions: of the rotation; [3, T] for a model that has a
+        tower, see `rope_table`
+        """
+        x = linear.whole(self.embed(token_ids))
+        if pictures is None:
+            return self.model(x, positions, caches, attend, linear)
+        first, *added = (pictures.of(part).astype(x.dtype) for part in range(pictures.pool.shape[0]))
+        x = jnp.where(pictures.tokens[:, None] >= 0, first, x)
+        return self.model(x, positions, caches, attend, linear, added)
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Embed token_ids int32 [T] -> [T, D], the input of the first layer."""
@@ -214,7 +305,7 @@ class CausalLM(nnx.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         weight = head.weight[...]
         logits = linear(hidden, weight, out_dtype=jnp.float32, split=depth_axes(("vocab", "embed"), weight))
-        cap = self.config.logit_soft_cap
+        logits, cap = scaled(logits, self.config.logit_scale), self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.config import ModelConfig, MoEConfig
-from jaxserve.models.layers import MLP, GatedActivation
+from jaxserve.models.config import ModelConfig, MoEConfig, PackedExperts
+from jaxserve.models.layers import MLP, GatedActivation, Linear, PlainActivation, UngatedMLP
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe
@@ -34,19 +34,25 @@ def take_choices(module: nnx.Module) -> jax.Array | None:
     return kept[0] if kept else None
 
 
-EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
-
-
 class ExpertRouter(KeepsChoices):
-    """The router: weight [E, D], and a bias [E] or a score correction [E] if the config's router has one."""
+    """The router: weight [E, D], and a bias [E] or a correction of the choice [E] if the config's router has one."""
 
     def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
-        count = moe_config.num_experts
+        count, names = moe_config.num_experts, moe_config.names
         self.moe = moe_config
-        self.weight = param((count, config.hidden_size), (None, "embed"), dtype)
-        self.bias = param((count,), (None,), dtype, "zeros") if moe_config.router_bias else None
-        sigmoid = moe_config.router == "sigmoid"
-        self.e_score_correction_bias = param((count,), (None,), jnp.dtype(jnp.float32), "zeros") if sigmoid else None
+        shape, kinds = (count, config.hidden_size), ("weight", "bias")
+        weight, bias = (f"{names.router}.{kind}" for kind in kinds)
+        self.weight = param(shape, (None, "embed"), dtype, parts=(Part(weight, shape, shape, (0, 0)),))
+        self.bias = (
+            param((count,), (None,), dtype, "zeros", (Part(bias, (count,), (count,), (0,)),))
+            if moe_config.router_bias
+            else None
+        )
+        stored, turned = ((1, count), (1, 0)) if names.correction_is_row else ((count,), None)
+        parts = (Part(names.correction, stored, (count,), (0,), transpose=turned),)
+        self.e_score_correction_bias = (
+            param((count,), (None,), jnp.dtype(jnp.float32), "zeros", parts) if moe_config.correction else None
+        )
 
     def __call__(self, x: jax.Array) -> Chosen:
         """Choose the experts of x [T, D]. Stores their ids, see `take_choices`."""
@@ -59,32 +65,37 @@ class ExpertRouter(KeepsChoices):
         scores = jax.lax.dot_general(x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())))
         if self.bias is not None:
             scores = scores + self.bias[...].astype(jnp.float32)[None, :]
-        if self.e_score_correction_bias is not None:
-            return route_sigmoid(scores, self.e_score_correction_bias[...], self.moe)
-        return route_softmax(scores, self.moe)
+        correction = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
+        return route(scores, correction, self.moe)
 
 
-def route_softmax(scores: jax.Array, config: MoEConfig) -> Chosen:
-    """Choose experts by softmax of scores float32 [T, E]. See MoEConfig.router."""
+def route(scores: jax.Array, correction: jax.Array | None, config: MoEConfig) -> Chosen:
+    """Choose experts by scores float32 [T, E], see MoEConfig. correction: float32 [E], which affects the choice only.
+
+    Sigmoid, correction and groups are DeepSeek-V3's (https://arxiv.org/abs/2412.19437, section 2.1.2).
+    """
+    if config.soft_cap is not None:
+        scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
     if config.router == "topk_softmax":
         top, ids = jax.lax.top_k(scores, config.experts_per_token)
-        return Chosen(ids, jax.nn.softmax(top, axis=-1))
-    weights, ids = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts_per_token)
-    return Chosen(ids, weights / weights.sum(axis=-1, keepdims=True) if config.normalize else weights)
+        weights = jax.nn.softmax(top, axis=-1)
+    else:
+        weights, ids = _chosen(scores, correction, config)
+        if config.normalize:
+            total = weights.sum(axis=-1, keepdims=True)
+            weights = weights / (total + config.normalize_eps if config.normalize_eps else total)
+    return Chosen(ids, weights if config.scale == 1.0 else weights * config.scale)
 
 
-def route_sigmoid(scores: jax.Array, correction: jax.Array, config: MoEConfig) -> Chosen:
-    """Choose experts by sigmoid, as DeepSeek-V3 does (https://arxiv.org/abs/2412.19437, section 2.1.2).
-
-    scores: float32 [T, E]. correction: float32 [E], which affects the choice and not the weights.
-    """
-    gates = jax.nn.sigmoid(scores)
-    choice = _within_best_groups(gates + correction[None, :], config)
-    _, ids = jax.lax.top_k(choice, config.experts_per_token)
-    weights = jnp.take_along_axis(gates, ids, axis=-1)
-    if config.normalize:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return Chosen(ids, weights * config.scale)
+def _chosen(scores: jax.Array, correction: jax.Array | None, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """Return the gates float32 [T, K] and the ids int32 [T, K] of the chosen experts."""
+    gates = jax.nn.sigmoid(scores) if config.router == "sigmoid" else jax.nn.softmax(scores, axis=-1)
+    if correction is None and config.num_groups == 1:
+        top, ids = jax.lax.top_k(gates, config.experts_per_token)
+        return top, ids
+    choice = gates if correction is None else gates + correction[None, :]
+    _, ids = jax.lax.top_k(_within_best_groups(choice, config), config.experts_per_token)
+    return jnp.take_along_axis(gates, ids, axis=-1), ids
 
 
 def _within_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
@@ -107,25 +118,33 @@ class ExpertProj(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """gate_up_proj [E, F, 2, D] and down_proj [E, D, F]. The checkpoint has one tensor per expert, or packed ones."""
+    """gate_up_proj [E, F, 2, D] and down_proj [E, D, F]. Without a gate the first is [E, F, 1, D], of up alone.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        moe_config: MoEConfig,
-        dtype: jnp.dtype,
-        names: tuple[str, str, str] = EXPERT_NAMES,
-    ) -> None:
-        count, ffn, model = moe_config.num_experts, moe_config.ffn, config.hidden_size
-        self.activation = GatedActivation(config.activation, config.activation_limit)
-        packed = config.packed_experts
-        biased = packed != "none"
-        if packed == "none":
-            gate_up, down = _gate_up_parts(count, ffn, model, names), _down_parts(count, ffn, model, names[2])
-        else:
-            gate_up, down = _packed_gate_up(count, ffn, model, packed), _packed_down(count, ffn, model, packed)
+    The checkpoint has, by ModelConfig.packed_experts:
+
+    "none"      one tensor an expert and projection, each [out, in]
+    "stacked"   one tensor a projection: gate, up [E, F, D], down [E, D, F]
+    "rows"      gate_up_proj [E, 2F, D], the rows of gate before those of up, and down_proj [E, D, F]
+    "columns"   gate_up_proj [E, D, 2F], the columns of gate before those of up, and down_proj [E, F, D]
+    "bfloat16"  gate_up_proj [E, D, 2F], whose columns alternate between gate and up, and down_proj [E, F, D]
+    "mxfp4"     gate_up_proj [E, 2F, D], whose rows alternate, and down_proj [E, D, F], in blocks of 4 bits
+    """
+
+    def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
+        count, ffn, model = moe_config.num_experts, moe_config.ffn, moe_config.latent or config.hidden_size
+        names, biased = moe_config.names.experts, moe_config.expert_bias
+        self.weights_input = moe_config.weights_input
+        self.gated = config.gated_mlp
+        self.activation = (
+            GatedActivation(config.activation, config.activation_limit)
+            if self.gated
+            else PlainActivation(config.activation)
+        )
+        inputs = names[:2] if self.gated else names[1:2]
+        gate_up = _gate_up_parts(config.packed_experts, count, ffn, model, inputs)
+        down = _down_parts(config.packed_experts, count, ffn, model, names[2])
         self.gate_up_proj = ExpertProj(
-            param((count, ffn, 2, model), ("expert", "expert_ffn", None, "embed"), dtype, parts=gate_up),
+            param((count, ffn, len(inputs), model), ("expert", "expert_ffn", None, "embed"), dtype, parts=gate_up),
             _packed_bias("gate_up_proj_bias", (count, 2 * ffn), (count, ffn, 2), ("expert", "expert_ffn", None), dtype)
             if biased
             else None,
@@ -146,36 +165,60 @@ class Experts(nnx.Module):
             None if gate_up.bias is None else gate_up.bias[...],
             None if down.bias is None else down.bias[...],
         )
-        product = linear.of_experts(x.dtype, experts.gate_up, experts.down)
-        return moe(x, chosen, experts, self.activation, product, in_order=linear.in_order)
+        product = linear.of_experts(x.dtype, experts.gate_up, experts.down, gated=self.gated)
+        rows = _weighted_inputs(x, chosen) if self.weights_input else (x, chosen)
+        out = moe(*rows, experts, self.activation, product, in_order=linear.in_order)
+        return out.reshape(x.shape[0], -1, x.shape[1]).sum(axis=1) if self.weights_input else out
 
 
-def _gate_up_parts(count: int, ffn: int, model: int, names: tuple[str, str, str]) -> tuple[Part, ...]:
-    return tuple(
-        Part(f"{expert}.{name}.weight", (ffn, model), (1, ffn, 1, model), (expert, 0, i, 0))
-        for expert in range(count)
-        for i, name in enumerate(names[:2])
-    )
+def _weighted_inputs(x: jax.Array, chosen: Chosen) -> tuple[jax.Array, Chosen]:
+    """Return x [T, D] times each of its weights, [T * K, D], with one expert of weight 1 for each row."""
+    rows = (x.astype(jnp.float32)[:, None, :] * chosen.weights[:, :, None]).astype(x.dtype)
+    ids = chosen.ids.reshape(-1, 1)
+    return rows.reshape(-1, x.shape[1]), Chosen(ids, jnp.ones(ids.shape, jnp.float32))
 
 
-def _down_parts(count: int, ffn: int, model: int, name: str) -> tuple[Part, ...]:
-    shape = (model, ffn)
-    return tuple(Part(f"{e}.{name}.weight", shape, (1, *shape), (e, 0, 0)) for e in range(count))
-
-
-def _packed_gate_up(count: int, ffn: int, model: int, form: str) -> tuple[Part, ...]:
-    """Describe gpt-oss's tensor, in which gate and up alternate: MXFP4 has [E, 2F, D], bfloat16 [E, D, 2F]."""
+def _gate_up_parts(form: PackedExperts, count: int, ffn: int, model: int, names: tuple[str, ...]) -> tuple[Part, ...]:
     view, start = (count, ffn, 2, model), (0, 0, 0, 0)
-    if form == "mxfp4":
-        return (Part("gate_up_proj", (count, 2 * ffn, model), view, start, mxfp4=True),)
-    return (Part("gate_up_proj", (count, model, 2 * ffn), view, start, transpose=(0, 2, 1)),)
+    rows, columns = (count, 2 * ffn, model), (count, model, 2 * ffn)
+    match form:
+        case "none":
+            return tuple(
+                Part(f"{expert}.{name}.weight", (ffn, model), (1, ffn, 1, model), (expert, 0, i, 0))
+                for expert in range(count)
+                for i, name in enumerate(names)
+            )
+        case "stacked":
+            one = (count, ffn, model)
+            return tuple(
+                Part(f".{name}.weight", one, (count, ffn, 1, model), (0, 0, i, 0)) for i, name in enumerate(names)
+            )
+        case "rows":
+            split = (count, 2, ffn, model)
+            return (Part("gate_up_proj", rows, view, start, split=split, transpose=(0, 2, 1, 3)),)
+        case "columns":
+            split = (count, model, 2, ffn)
+            return (Part("gate_up_proj", columns, view, start, split=split, transpose=(0, 3, 2, 1)),)
+        case "bfloat16":
+            return (Part("gate_up_proj", columns, view, start, transpose=(0, 2, 1)),)
+        case "mxfp4":
+            return (Part("gate_up_proj", rows, view, start, mxfp4=True),)
 
 
-def _packed_down(count: int, ffn: int, model: int, form: str) -> tuple[Part, ...]:
+def _down_parts(form: PackedExperts, count: int, ffn: int, model: int, name: str) -> tuple[Part, ...]:
     view, start = (count, model, ffn), (0, 0, 0)
-    if form == "mxfp4":
-        return (Part("down_proj", view, view, start, mxfp4=True),)
-    return (Part("down_proj", (count, ffn, model), view, start, transpose=(0, 2, 1)),)
+    match form:
+        case "none":
+            one = (model, ffn)
+            return tuple(Part(f"{e}.{name}.weight", one, (1, *one), (e, 0, 0)) for e in range(count))
+        case "stacked":
+            return (Part(f".{name}.weight", view, view, start),)
+        case "rows":
+            return (Part("down_proj", view, view, start),)
+        case "columns" | "bfloat16":
+            return (Part("down_proj", (count, ffn, model), view, start, transpose=(0, 2, 1)),)
+        case "mxfp4":
+            return (Part("down_proj", view, view, start, mxfp4=True),)
 
 
 def _packed_bias(
@@ -185,21 +228,48 @@ def _packed_bias(
 
 
 class MoEBlock(nnx.Module):
-    """The weighted sum of the chosen experts, plus the shared expert if there is one. Names of most checkpoints."""
+    """The weighted sum of the chosen experts, plus the shared expert if there is one.
+
+    Attributes have the checkpoint's names, see MoENames.
+    """
 
     def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
-        self.gate = ExpertRouter(config, moe_config, dtype)
+        names = self.moe_names = moe_config.names
+        self.has_shared, self.has_shared_gate = moe_config.shared_ffn > 0, moe_config.shared_gate
+        self.is_latent = moe_config.latent > 0
+        setattr(self, names.router.rpartition(".")[2], ExpertRouter(config, moe_config, dtype))
         self.experts = Experts(config, moe_config, dtype)
-        self.shared_experts = MLP(config, dtype, moe_config.shared_ffn) if moe_config.shared_ffn else None
+        if self.has_shared:
+            setattr(self, names.shared, (MLP if config.gated_mlp else UngatedMLP)(config, dtype, moe_config.shared_ffn))
+        if self.has_shared_gate:
+            setattr(self, names.shared_gate, Linear((1, config.hidden_size), (None, "embed"), dtype))
+        if self.is_latent:
+            self.fc1_latent_proj = Linear((moe_config.latent, config.hidden_size), (None, "embed"), dtype)
+            self.fc2_latent_proj = Linear((config.hidden_size, moe_config.latent), ("embed", None), dtype)
 
     def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the block: x [T, D] -> [T, D]."""
-        out = self.experts(x, self.gate(x), linear)
-        return out if self.shared_experts is None else out + self.shared_experts(x, linear)
+        names = self.moe_names
+        chosen = getattr(self, names.router.rpartition(".")[2])(x)
+        if self.is_latent:
+            out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x, linear), chosen, linear), linear)
+        else:
+            out = self.experts(x, chosen, linear)
+        if not self.has_shared:
+            return out
+        shared = getattr(self, names.shared)(x, linear)
+        if self.has_shared_gate:
+            shared = jax.nn.sigmoid(getattr(self, names.shared_gate)(x, linear)) * shared
+        return out + shared
 
 
-def feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MLP | MoEBlock:
+def feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MLP | UngatedMLP | MoEBlock:
     """Make the feed-forward of layer `index`: experts if the layer is sparse, else a dense MLP."""
     if config.moe is not None and config.moe.sparse_layers[index]:
         return MoEBlock(config, config.moe, dtype)
-    return MLP(config, dtype)
+    return MLP(config, dtype) if config.gated_mlp else UngatedMLP(config, dtype)
+
+
+def block_name(config: ModelConfig, index: int) -> str:
+    """Return the checkpoint's name of the feed-forward of layer `index`."""
+    return config.moe.names.block if config.moe is not None and config.moe.sparse_layers[index] else "mlp"

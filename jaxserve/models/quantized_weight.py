@@ -7,7 +7,8 @@ and `moe` accept either.
 from __future__ import annotations
 
 import math
-from types import EllipsisType
+from collections.abc import Mapping
+from types import EllipsisType, MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,16 +18,26 @@ from jax.typing import DTypeLike
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.layers import GateUpProj, Linear, QKVProj
 from jaxserve.models.moe import ExpertProj
-from jaxserve.models.stored_form import StoredForm
-from jaxserve.models.weights import Kind, Packing, Role
+from jaxserve.models.stored_form import Kind, StoredForm
+from jaxserve.models.weights import Axes, Packing, Part, Role, full_name
 from jaxserve.ops.quantized import BLOCK, Quantized
 
 _QUANTIZED = (Linear, QKVProj, GateUpProj, ExpertProj)
 _FIX = "set model.quantization: none"
 _HEAD = "lm_head"
 _WIDE = (_HEAD, "score")  # not quantized at load; embeddings, norms and routers are modules of other classes
-_DTYPES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn, "mxfp4": jnp.uint8}
-_LARGEST_GROUP = {"int8": 128, "int4": BLOCK, "fp8": 128, "mxfp4": BLOCK}
+_E4M3 = jnp.float8_e4m3fn
+# dtypes of values and scales, and the most weights that share a scale if it is chosen here
+_FORMS: Mapping[Kind, tuple[DTypeLike, DTypeLike, int]] = MappingProxyType(
+    {
+        "int8": (jnp.int8, jnp.float32, 128),
+        "int4": (jnp.uint8, jnp.float32, BLOCK),
+        "fp8": (_E4M3, jnp.float32, 128),
+        "mxfp8": (_E4M3, jnp.uint8, BLOCK),
+        "mxfp4": (jnp.uint8, jnp.uint8, BLOCK),
+        "nvfp4": (jnp.uint8, _E4M3, 16),
+    }
+)
 
 
 class QuantizedWeight(nnx.Module):
@@ -48,20 +59,37 @@ class QuantizedWeight(nnx.Module):
         *rows, depth = wide.shape
         metadata: dict[str, Any] = {name: wide.get_metadata()[name] for name in ("axes", "init", "parts")}
 
-        def leaf(role: Role, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
+        def leaf(role: Role, shape: tuple[int, ...], dtype: DTypeLike, axes: Axes | None = None) -> nnx.Param:
             packing = Packing(kind, group, role, wide.shape, stored, zeros)
-            axes: dict[str, Any] = {"axes": (None,)} if role == "order" else {}
-            return nnx.Param(jnp.zeros(shape, dtype), packing=packing, **metadata | axes)
+            own: dict[str, Any] = metadata if axes is None else metadata | {"axes": axes}
+            return nnx.Param(jnp.zeros(shape, dtype), packing=packing, **own)
 
-        halved, scale = kind in ("int4", "mxfp4"), jnp.uint8 if kind == "mxfp4" else jnp.float32
-        self.values = leaf("values", (*rows, depth // 2 if halved else depth), _DTYPES[kind])
+        values, scale, _ = _FORMS[kind]
+        self.values = leaf("values", (*rows, depth // 2 if values == jnp.uint8 else depth), values)
         self.scales = leaf("scales", (*rows, depth // group), scale)
         self.zeros = leaf("zeros", (*rows, depth // group), jnp.float32) if zeros else None
-        self.order = leaf("order", (depth,), jnp.int32) if ordered else None
+        self.order = leaf("order", (depth,), jnp.int32, (None,)) if ordered else None
+        shape, axes = _of_tensors(wide.shape, metadata["axes"], metadata["parts"])
+        self.tensor_scale = leaf("tensor_scale", shape, jnp.float32, axes) if kind == "nvfp4" else None
 
     def __getitem__(self, index: EllipsisType) -> Quantized:
-        zeros, order = (None if leaf is None else leaf[...] for leaf in (self.zeros, self.order))
-        return Quantized(self.values[...], self.scales[...], zeros, order)
+        others = (None if leaf is None else leaf[...] for leaf in (self.zeros, self.order, self.tensor_scale))
+        return Quantized(self.values[...], self.scales[...], *others)
+
+
+def _of_tensors(shape: tuple[int, ...], axes: Axes, parts: tuple[Part, ...]) -> tuple[tuple[int, ...], Axes]:
+    """Return the shape and axes of the scales of a weight's tensors: 1 and None in place of an axis that all share.
+
+    Experts and kv heads keep their axes, which a mesh may split or copy.
+    """
+
+    def shared(axis: int) -> bool:
+        whole = all(part.view[axis] == shape[axis] for part in parts)
+        return axis == len(shape) - 1 or (whole and axes[axis] not in ("expert", "kv_heads"))
+
+    found = [(1, None) if shared(axis) else (size, axes[axis]) for axis, size in enumerate(shape)]
+    sizes, names = zip(*found, strict=True)
+    return sizes, names
 
 
 def quantize(model: nnx.Module, kind: Kind, *, head: bool = False) -> None:
@@ -86,8 +114,9 @@ def quantize(model: nnx.Module, kind: Kind, *, head: bool = False) -> None:
 def keep_stored(model: nnx.Module, form: StoredForm) -> None:
     """Replace the weights that a checkpoint stores quantized, in a model made under `nnx.eval_shape`.
 
-    FP8 weights whose rows cannot be grouped are dequantized. Raises ModelLoadError for a fused weight of which only a
-    part is quantized, for rows of integers that cannot be grouped, and for GGUF types that cannot stay quantized.
+    Floating-point weights whose rows cannot be grouped are dequantized. Raises ModelLoadError for a fused weight whose
+    parts have different forms, for rows of integers that cannot be grouped, and for GGUF types that cannot stay
+    quantized.
     """
     if form.not_held():
         raise ModelLoadError(
@@ -95,21 +124,25 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
         )
     for path, module in _layers(model):
         scope, parts = path[:-1] if module.weight.parts else path, module.weight.parts
-        if form.method == "mxfp4" and not any(part.mxfp4 for part in parts):
+        if form.method == "gpt-oss" and not any(part.mxfp4 for part in parts):
             continue
-        names = [".".join((*scope, *part.name.split(".")[:-1])) for part in parts] or [".".join(path)]
+        names = [full_name(part, scope).rpartition(".")[0] for part in parts] or [".".join(path)]
         quantized = [name for name in names if not form.is_wide(name)]
+        if not quantized:
+            continue
         depth = module.weight.shape[-1]
         own = form.holding(quantized)
-        kind = _kind(own)
+        kind = own.kind
         group = _stored_group(own, depth, kind, experts=isinstance(module, ExpertProj))
-        if not quantized or (kind == "fp8" and not group):
+        if own.is_float and not group:
             continue
         if len(quantized) < len(names):
             wide = next(name for name in names if name not in quantized)
             raise ModelLoadError(
                 f"{quantized[0]} is quantised and {wide} is not, and they are computed as one", fix=_FIX
             )
+        if other := next((name for name in quantized if form.of(name) != form.of(names[0])), None):
+            raise ModelLoadError(f"{names[0]} and {other} differ in form, and they are computed as one", fix=_FIX)
         if not group or depth % group:
             raise ModelLoadError(
                 f"{names[0]}: rows of {depth} numbers are no whole groups of {group or BLOCK}", fix=_FIX
@@ -117,13 +150,6 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
         ordered = form.permuted and not isinstance(module, ExpertProj)
         weight = QuantizedWeight(module.weight, kind, group, stored=True, zeros=own.zeros, ordered=ordered)
         _replace(module, weight)
-
-
-def _kind(form: StoredForm) -> Kind:
-    match form.method:
-        case "fp8" | "mxfp4":
-            return form.method
-    return "int4" if form.bits == 4 else "int8"
 
 
 def _stored_group(form: StoredForm, depth: int, kind: Kind, *, experts: bool) -> int:
@@ -136,8 +162,10 @@ def _stored_group(form: StoredForm, depth: int, kind: Kind, *, experts: bool) ->
         if depth % BLOCK:
             return 0
         return group_size(depth, kind) if experts or kind == "int4" else depth
-    if kind != "fp8":
+    if not form.is_float:
         return form.group
+    if kind != "fp8":
+        return form.group if depth % BLOCK == 0 else 0
     group = math.gcd(form.group, depth)  # the last block of a row may be shorter
     return group if group % BLOCK == 0 else 0
 
@@ -153,5 +181,5 @@ def _replace(module: Linear | QKVProj | GateUpProj | ExpertProj, weight: Quantiz
 
 
 def group_size(depth: int, kind: Kind) -> int:
-    """Return the largest group of 128 (of 4 bits: 32), 64 or 32 weights that divides a row of `depth`."""
-    return next(group for group in (128, 64, BLOCK) if group <= _LARGEST_GROUP[kind] and depth % group == 0)
+    """Return the group of weights quantized at load: the largest of `kind` that divides a row of `depth`."""
+    return next(group for group in (128, 64, BLOCK, 16) if group <= _FORMS[kind][2] and depth % group == 0)

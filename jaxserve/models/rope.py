@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,20 +59,55 @@ class LongRopeScaling:
     long: bool
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Gemma 4: the first `share` of a head's pairs rotate, the others stay; see `RopeConfig`.
+
+    Unlike a smaller rotary_dim it keeps the distance between the two halves of a pair, and the frequencies.
+    """
+
+    share: float
+    factor: float = 1.0
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """A query at position p is multiplied by 1 + beta * log(1 + floor((p + shift) / period)).
+
+    As in Ministral 3, without shift, and in Llama 4.
+    """
+
+    beta: float
+    period: int
+    shift: int = 0
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """The rotation of the first `rotary_dim` dimensions of a head. The other dimensions are unchanged.
 
+    Without any, rotary_dim 0, it may still scale queries.
     interleaved: the pairs are (0, 1), (2, 3), ...; otherwise (0, r/2), (1, r/2 + 1), ... with r = rotary_dim.
+    axes: the position that each pair turns by, 0 frame, 1 row, 2 column of a picture; (): all turn by the same
     """
 
     rotary_dim: int
     theta: float = 10000.0
     scaling: Scaling | None = None
     interleaved: bool = False
+    query_scale: QueryScale | None = None
+    axes: tuple[int, ...] = ()
+
+
+class RopeTable(NamedTuple):
+    """A rotation at the positions of a step: cos and sin float32 [T, rotary_dim / 2], query_scale float32 [T]."""
+
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
@@ -80,6 +116,8 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
     match rope.scaling:
         case None:
             return base, 1.0
+        case ProportionalScaling(share, factor):
+            return np.where(np.arange(len(base)) < share * rope.rotary_dim // 2, base / factor, 0.0), 1.0
         case LinearScaling(factor):
             return base / factor, 1.0
         case Llama3Scaling():
@@ -112,17 +150,35 @@ def _yarn(base: np.ndarray, rope: RopeConfig, s: YarnScaling) -> np.ndarray:
     return interpolate * base / s.factor + (1 - interpolate) * base
 
 
-def rope_table(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute (cos, sin), each float32 [T, rotary_dim / 2], for positions int32 [T]."""
+def rope_table(rope: RopeConfig, positions: jax.Array) -> RopeTable:
+    """Compute the rotation at positions int32 [T], or [3, T]: by frame, row and column (M-RoPE, arXiv:2409.12191)."""
     frequencies, factor = inverse_frequencies(rope)
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    if positions.ndim == 2:
+        chosen = positions[np.asarray(rope.axes)].T.astype(jnp.float32)
+        angles = chosen * jnp.asarray(frequencies, jnp.float32)[None, :]
+    else:
+        angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
+    scale = None
+    if rope.query_scale is not None:
+        by = rope.query_scale
+        moved = positions + by.shift if by.shift else positions
+        scale = 1 + by.beta * jnp.log1p((moved // by.period).astype(jnp.float32))
+    return RopeTable(jnp.cos(angles) * factor, jnp.sin(angles) * factor, scale)
 
 
-def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
+def scale_queries(q: jax.Array, table: RopeTable) -> jax.Array:
+    """Multiply q [T, heads, H] by the scale of its positions, if the rotation has one."""
+    if table.query_scale is None:
+        return q
+    return (q.astype(jnp.float32) * table.query_scale[:, None, None]).astype(q.dtype)
+
+
+def apply_rope(x: jax.Array, table: RopeTable, interleaved: bool = False) -> jax.Array:
     """Rotate the first rotary_dim dimensions of x [T, heads, H]. Computed in float32, returned in x's dtype."""
-    cos, sin = table[0][:, None, :], table[1][:, None, :]
+    cos, sin = table.cos[:, None, :], table.sin[:, None, :]
     half = cos.shape[-1]
+    if not half:
+        return x
     rotated = x[..., : 2 * half].astype(jnp.float32)
     if interleaved:
         a, b = rotated[..., 0::2], rotated[..., 1::2]

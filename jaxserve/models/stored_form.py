@@ -15,11 +15,20 @@ from typing import Any, Literal, NamedTuple
 
 import re2
 
+from jaxserve.models.tensor_names import Rules, published_names
+
 # Bytes that RE2 may take for the states of an automaton. A list of 700 expressions that begin with .* needs more than
 # its default of 8 MiB, and is searched 200 times more slowly without its states.
 _PATTERN_MEMORY = 2**26
 
-Method = Literal["int-quantized", "pack-quantized", "gptq", "awq", "gguf", "fp8", "mxfp4"]
+Kind = Literal["int8", "int4", "fp8", "mxfp8", "mxfp4", "nvfp4"]  # of weights in memory
+Method = Literal[
+    "int-quantized", "pack-quantized", "gptq", "awq", "gguf", "fp8", "mxfp8", "mxfp4", "nvfp4", "gpt-oss", "mixed"
+]
+# The floating-point methods, with their kind in memory. gpt-oss has packed experts in MXFP4, with names of its own.
+_FLOATS: MappingProxyType[str, Kind] = MappingProxyType(
+    {"fp8": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4", "gpt-oss": "mxfp4"}
+)
 
 
 class HeldBlocks(NamedTuple):
@@ -118,7 +127,10 @@ class StoredForm:
     symmetric: whether a GPTQ or AWQ checkpoint may leave out its zeros, because all are the middle of the values.
     permuted: whether the inputs that share a scale may be anywhere in a row (act-order), as the files say.
     rounds_activations: whether it was made for 8-bit activations, see `runtime.activations`.
-    found: the quantized modules, known when the files are open; then `unquantized` has no effect.
+    found: the quantized modules, known when the files are open; then `unquantized` and `targets` have no effect.
+    targets: the only modules that are quantized; None: all.
+    forms: of a mixture, the forms of its modules; a module has the first of which it is a target.
+    tensor_names: as of ModelConfig. `unquantized` has names of the checkpoint, or names here.
     types: GGUF's quantized modules with their types; then `unquantized` has no effect, and bits, group and zeros
       suit all modules together.
     """
@@ -134,7 +146,10 @@ class StoredForm:
     indexed: bool = True
     symmetric: bool = False
     found: frozenset[str] | None = None
+    targets: ModuleNames | None = None
+    forms: tuple[StoredForm, ...] = ()
     types: tuple[tuple[str, str], ...] = ()
+    tensor_names: Rules = ()
 
     @classmethod
     def of_gguf(cls, types: Mapping[str, str]) -> StoredForm:
@@ -143,24 +158,47 @@ class StoredForm:
 
     @property
     def is_integer(self) -> bool:
-        return self.method not in ("fp8", "mxfp4")
+        return self.method not in _FLOATS and self.method != "mixed"
+
+    @property
+    def is_float(self) -> bool:
+        return self.method in _FLOATS
+
+    @property
+    def kind(self) -> Kind:
+        """Return the kind of the weights in memory. A mixture has none."""
+        return _FLOATS.get(self.method, "int4" if self.bits == 4 else "int8")
+
+    def of(self, module: str) -> StoredForm | None:
+        """Return the form of a module, which for a mixture is one of `forms`; None: it is unquantized."""
+        if self.method == "mixed":
+            return next((form for form in self.forms if form.of(module) is not None), None)
+        return None if self.is_wide(module) else self
+
+    def with_names(self, rules: Rules) -> StoredForm:
+        """Return the form, with its mixture's forms, for other `tensor_names`."""
+        return dataclasses.replace(self, tensor_names=rules, forms=tuple(form.with_names(rules) for form in self.forms))
 
     def is_wide(self, module: str) -> bool:
         """Return whether the checkpoint leaves the module of this name unquantized."""
         if self.method == "gguf":
             return module not in self.type_of
+        if self.method == "mixed":
+            return self.of(module) is None
         if self.found is not None:
             return module not in self.found
-        return module in self.unquantized
+        names = published_names(module, self.tensor_names)
+        outside = self.targets is not None and not any(name in self.targets for name in names)
+        return outside or any(name in self.unquantized for name in names)
 
     def not_held(self) -> list[str]:
         """Return the types of the GGUF modules that do not stay quantized."""
         return sorted({kind for _, kind in self.types} - HELD_BLOCKS.keys())
 
     def holding(self, modules: list[str]) -> StoredForm:
-        """Return the form for quantized modules that are fused: the widest of their forms."""
+        """Return the form for quantized modules that are fused: the widest of GGUF's, a mixture's form of the first."""
         if self.method != "gguf":
-            return self
+            return self.of(modules[0]) or self
         bits, group, zeros = _widest(self.type_of[module] for module in modules)
         return dataclasses.replace(self, bits=bits, group=group, zeros=zeros)
 
@@ -169,7 +207,9 @@ class StoredForm:
         """Return the published format in words, with its bits or types."""
         if self.method == "gguf":
             return f"{' and '.join(sorted({kind for _, kind in self.types}))} of GGUF"
-        return f"{self.bits}-bit integers ({self.method})" if self.is_integer else self.method.upper()
+        if self.method == "mixed":
+            return " and ".join(sorted({form.description for form in self.forms}))
+        return f"{self.bits}-bit integers ({self.method})" if self.is_integer else self.kind.upper()
 
     @cached_property
     def type_of(self) -> dict[str, str]:

@@ -21,21 +21,24 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.stored_form import Kind
+
 Axes = tuple[str | None, ...]
 Init = Literal["normal", "ones", "zeros"]
-Kind = Literal["int8", "int4", "fp8", "mxfp4"]
-Role = Literal["values", "scales", "zeros", "order"]
+Role = Literal["values", "scales", "zeros", "order", "tensor_scale"]
 
 
 @dataclass(frozen=True)
 class Part:
     """One checkpoint tensor and the rectangle of the parameter that it fills.
 
-    name: relative to the module two levels above the parameter ("q_proj.weight" for "...self_attn.qkv_proj.weight").
+    name: relative to the module two levels above the parameter ("q_proj.weight" for "...self_attn.qkv_proj.weight"); a
+      leading dot means one level more.
     shape: in the checkpoint.
-    rows: use only these rows of its first axis. transpose: axes, applied before `view`.
+    rows: use only these rows of its first axis.
+    split: a shape with more axes, applied before `transpose`, whose axes are in a new order before `view`.
     repeat: each index of the view's first axis is repeated this many times; `view` includes the copies.
-    mxfp4: the checkpoint has `name`_blocks and `name`_scales, which are dequantized to `shape` (see quantization).
+    mxfp4: the checkpoint has `name`_blocks and `name`_scales, which are dequantized to `shape` (see float_formats).
     """
 
     name: str
@@ -43,6 +46,7 @@ class Part:
     view: tuple[int, ...]
     start: tuple[int, ...]
     rows: tuple[int, int] | None = None
+    split: tuple[int, ...] | None = None
     transpose: tuple[int, ...] | None = None
     repeat: int = 1
     mxfp4: bool = False
@@ -115,5 +119,11 @@ def param_specs(state: nnx.State) -> Iterator[ParamSpec]:
 
 
 def _with_scope(part: Part, scope: tuple[str, ...]) -> Part:
-    name = ".".join((*scope, part.name))
-    return dataclasses.replace(part, name=name)
+    return dataclasses.replace(part, name=full_name(part, scope))
+
+
+def full_name(part: Part, scope: tuple[str, ...]) -> str:
+    """Return the checkpoint's name of a part. scope: the module that its name is relative to"""
+    name = part.name.lstrip(".")
+    levels = len(part.name) - len(name)
+    return ".".join((*scope[: len(scope) - levels], name))

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import from_hf, read_config
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
-from jaxserve.models.pooling import is_embedder, read_pooling
+from jaxserve.models.checkpoint.sentence_files import is_embedder, read_pooling
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
@@ -38,7 +39,7 @@ def test_a_head_equals_transformers(case: str, tmp_path: Path) -> None:
     second = PAIR_SECOND if case == "bert_classifier" else 0
     got = dense_scores(model.structure, model.leaves, jnp.asarray(golden["ids"]), second)
     assert np.abs(np.asarray(got) - golden["scores"]).max() < TOLERANCE
-    assert not is_embedder(tmp_path, model.config)
+    assert not is_embedder(ModelFiles.open(tmp_path), model.config)
     assert len(model.config.labels) == len(golden["scores"])
 
 
@@ -60,7 +61,7 @@ def test_the_runner_gives_each_pair_its_numbers(case: str, tmp_path: Path) -> No
     mesh: DeviceMesh = make_mesh("cpu")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=96, max_model_len=48)
     with quick_programs():
-        runner = EncoderRunner(model, read_pooling(tmp_path, model.config), config, mesh)
+        runner = EncoderRunner(model, read_pooling(ModelFiles.open(tmp_path), model.config), config, mesh)
     rng = np.random.default_rng(3)
     pairs = [(rng.integers(3, 90, length).tolist(), second) for length, second in ((5, 2), (40, 7), (9, 0), (30, 29))]
     rows = [

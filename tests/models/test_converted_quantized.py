@@ -13,6 +13,7 @@ from jaxserve.cli.main import main
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.checkpoint import orbax
 from jaxserve.models.checkpoint.chosen_form import choose_quantization
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.loader import LoadedModel, inspect, load_model
 from tests.models.checkpoints import random_tensors, write_checkpoint
@@ -44,13 +45,13 @@ def assert_equal(got: LoadedModel, expected: LoadedModel) -> None:
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs), err_msg=spec.name)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8", "int4", "gptq act-order", "awq", "fbgemm", "blocks", "mxfp4"])
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4", "nvfp4", "gptq act-order", "awq", "fbgemm", "blocks", "mxfp4"])
 def test_the_same_leaves(form: str, tmp_path: Path) -> None:
     source, target = published(tmp_path / "source", form), tmp_path / "target"
-    kind = form if form in ("int8", "fp8", "int4") else "stored"
+    kind = form if form in ("int8", "fp8", "int4", "nvfp4") else "stored"
     before = load(source, kind)
     orbax.convert(before, target)
-    assert choose_quantization("auto", read_config(target), target) == kind
+    assert choose_quantization("auto", read_config(target), ModelFiles.open(target)) == kind
     after = load(target, kind)
     assert_equal(after, before)
     assert_equal(load_model(target, dtype=FLOAT32), before)  # without a word about the form
@@ -75,7 +76,7 @@ def test_another_form_is_refused(tmp_path: Path) -> None:
     orbax.convert(load(source, "int8"), target)
     for asked in ("none", "int4"):
         with pytest.raises(ConfigError, match=f"model.quantization: {asked} does not change"):
-            choose_quantization(asked, read_config(target), target)
+            choose_quantization(asked, read_config(target), ModelFiles.open(target))
     with pytest.raises(ModelLoadError, match="which is not quantised at load"):
         load(target, "int4")
     manifest = target / "jaxserve.json"

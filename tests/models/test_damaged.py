@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve import Engine
 from jaxserve.cli.main import describe
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint.loader import load_model
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
 from tests.models.test_loader import rewrite_header, shifted
 from tests.models.test_quantization import BLOCK_FP8, quantize_blocks
@@ -75,3 +77,21 @@ def test_one_line_within_ten_seconds(damage: Callable[[Path], None], cause: str,
     assert cpu_seconds() - start < 10
     assert cause in line and "\n" not in line and " -> " in line  # and what to do
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """In place, with as many bytes, and by another file of the same name."""
+    tensors = random_tensors(TINY_LLAMA)
+    for how in ("in place", "replaced"):
+        file = write_checkpoint(tmp_path, TINY_LLAMA, tensors) / "model.safetensors"
+
+        def change(done: int, _: int, how: str = how, file: Path = file) -> None:
+            if how == "replaced" and done:
+                other = file.with_name("other")
+                other.write_bytes(file.read_bytes())
+                other.replace(file)
+            else:
+                os.utime(file, ns=(1, 1))
+
+        with pytest.raises(ModelLoadError, match=r"model\.safetensors was changed while it was read"):
+            load_model(tmp_path, dtype=jnp.dtype("float32"), progress=change)

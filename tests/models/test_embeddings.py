@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import from_hf, read_config
 from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.models.checkpoint.sentence_files import read_pooling
 from jaxserve.models.checkpoint.structure import LoadedModel
 from jaxserve.models.encoder import Texts
-from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling
+from jaxserve.models.pooling import Kind, PoolingConfig, pool
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
 from tests.models.dense import dense_embedding, dense_hidden
 from tests.models.families import CASES, ENCODERS, tensors_of
@@ -85,7 +87,7 @@ def test_a_decoder_published_bare_and_without_a_head(tmp_path: Path) -> None:
     embedder = load_model(write_checkpoint(tmp_path / "bare", hf, bare), dtype=FLOAT32)
     ids = jnp.asarray([5, 6, 7, 8], jnp.int32)
     hidden = dense_hidden(model.structure, model.leaves, ids)
-    pooling = read_pooling(embedder.directory, embedder.config)
+    pooling = read_pooling(ModelFiles.open(embedder.directory), embedder.config)
     assert pooling == PoolingConfig("last")
     embedding = dense_embedding(embedder.structure, pooling, embedder.leaves, ids)
     assert jnp.allclose(embedding, hidden[-1] / jnp.linalg.norm(hidden[-1]), atol=1e-6)
@@ -98,9 +100,9 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
     modes = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     write_modules(tmp_path, ["Transformer", "Pooling"], modes)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 256}))
-    assert read_pooling(tmp_path, from_hf(ENCODERS["bert"])) == PoolingConfig("cls", False, 256)
+    assert read_pooling(ModelFiles.open(tmp_path), from_hf(ENCODERS["bert"])) == PoolingConfig("cls", False, 256)
     with pytest.raises(ModelLoadError, match="a decoder's embedding is its last token's state, not 'cls'"):
-        read_pooling(tmp_path, from_hf(TINY_LLAMA))
+        read_pooling(ModelFiles.open(tmp_path), from_hf(TINY_LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
 def test_files_of_newer_sentence_transformers(mode: str | list[str], kind: Kind, tmp_path: Path) -> None:
     modes = {"embedding_dimension": 32, "pooling_mode": mode, "include_prompt": True}
     write_modules(tmp_path, ["Transformer", "Pooling", "Normalize"], modes)
-    assert read_pooling(tmp_path, from_hf(ENCODERS["bert"])) == PoolingConfig(kind)
+    assert read_pooling(ModelFiles.open(tmp_path), from_hf(ENCODERS["bert"])) == PoolingConfig(kind)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_files_of_newer_sentence_transformers(mode: str | list[str], kind: Kind,
 )
 def test_what_cannot_be_served_is_named(types: list[str], modes: dict[str, Any], cause: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=cause):
-        read_pooling(write_modules(tmp_path, types, modes), from_hf(TINY_LLAMA))
+        read_pooling(ModelFiles.open(write_modules(tmp_path, types, modes)), from_hf(TINY_LLAMA))
 
 
 # --- a real one ------------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ def test_what_cannot_be_served_is_named(types: list[str], modes: dict[str, Any],
 
 def test_real_minilm(minilm: Path) -> None:
     model = load_model(minilm, dtype=FLOAT32)
-    pooling = read_pooling(minilm, model.config)
+    pooling = read_pooling(ModelFiles.open(minilm), model.config)
     assert pooling == PoolingConfig("mean", True, 256)
     golden = np.load(GOLDENS / "minilm.npz")
     texts = np.split(golden["ids"], np.cumsum(golden["lengths"])[:-1])
@@ -160,6 +162,6 @@ def test_a_decoder_that_sentence_transformers_saved_without_its_head(tmp_path: P
     write_modules(directory, ["Transformer", "Pooling"], {"pooling_mode": "lasttoken"})
     plain = load_model(write_checkpoint(tmp_path / "plain", TINY_LLAMA, whole), dtype=jnp.dtype("float32"))
     got = load_model(directory, dtype=jnp.dtype("float32"))
-    pooling, text = read_pooling(directory, got.config), jnp.array([3, 1, 4], jnp.int32)
+    pooling, text = read_pooling(ModelFiles.open(directory), got.config), jnp.array([3, 1, 4], jnp.int32)
     found, wanted = (dense_embedding(each.structure, pooling, each.leaves, text) for each in (got, plain))
     np.testing.assert_array_equal(found, wanted)

@@ -22,6 +22,7 @@ from jaxserve.library.dense import dense_logits
 from jaxserve.model_files import check_local_model, gguf_parts
 from jaxserve.models.checkpoint import loader
 from jaxserve.models.checkpoint.chosen_form import choose_quantization
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
@@ -152,18 +153,18 @@ def test_a_fused_weight_of_several_types(
 def test_what_is_not_held_is_refused_by_name(tmp_path: Path) -> None:
     file, plain = written(tmp_path, "llama of blocks", "Q3_K", attn_v="Q5_K")
     config = read_config(file)
-    assert choose_quantization("auto", config, file) == "stored"
+    assert choose_quantization("auto", config, ModelFiles.open(file)) == "stored"
     with pytest.raises(ModelLoadError, match="weights of GGUF's type Q3_K are not kept in few bits") as error:
         load(file, "stored")
     assert error.value.fix == "set model.quantization: none"
-    assert_equal_models(load(file, choose_quantization("none", config, file)), load(plain, "none"))
-    assert choose_quantization("int8", config, file) == "int8"
+    assert_equal_models(load(file, choose_quantization("none", config, ModelFiles.open(file))), load(plain, "none"))
+    assert choose_quantization("int8", config, ModelFiles.open(file)) == "int8"
     demo = str(files("jaxserve") / "assets" / "demo")
     asked = Config.parse({"model": {"path": str(file), "tokenizer": demo, "quantization": "none"}})
     assert {finding.state for finding in doctor_devices._model(asked, None)} == {"ok"}
     file, _ = written(tmp_path / "kept", "llama", "Q4_0", attn_v="Q8_0")
     with pytest.raises(ConfigError, match="has Q4_0 and Q8_0 of GGUF already"):
-        choose_quantization("int8", read_config(file), file)
+        choose_quantization("int8", read_config(file), ModelFiles.open(file))
     file, _ = written(tmp_path / "partly", "llama", "Q4_0", attn_v="F16")
     with pytest.raises(ModelLoadError, match=r"q_proj is quantised and .*v_proj is not"):
         load(file, "stored")
@@ -174,7 +175,7 @@ def test_new_weights_must_have_the_same_types(tmp_path: Path) -> None:
     structure = load(file, "stored").structure
     other, _ = written(tmp_path / "other", "llama", "Q4_0")
     with pytest.raises(ModelLoadError, match="stored_form differ"):
-        directory_source(other, structure, file)
+        directory_source(other, structure, ModelFiles.open(file))
     with pytest.raises(ModelLoadError, match=r"lm_head.weight is float32, expected Q8_0 of GGUF"):
         source_of(load_file(plain / "model.safetensors"), structure)
 
@@ -250,6 +251,12 @@ def with_tensors(directory: Path, tensors: Tensors, architecture: str = "llama",
 def test_what_is_not_computed_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_config(with_tensors(tmp_path, {}, **values))
+
+
+def test_a_file_with_a_tower_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"a tower for pictures and no language model \(mmproj\)") as error:
+        read_config(with_tensors(tmp_path, {}, "clip"))
+    assert error.value.fix is not None and "safetensors" in error.value.fix
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError, ModelLoadError
-from jaxserve.models.checkpoint.hf_config import from_hf, read_config, read_config_file
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config
 from jaxserve.models.config import GenerationDefaults
 from jaxserve.models.rope import Llama3Scaling, LongRopeScaling
 from jaxserve.runtime.runner_config import context_length
@@ -76,7 +77,7 @@ def test_newer_rope_parameters_mean_the_same() -> None:
         ({"hidden_size": "16"}, "hidden_size"),
         ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3"),
         ({"hidden_act": "relu6"}, "relu6"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "spiral"),
         ({"vocab_size": 0}, "'vocab_size' must be an integer from 1"),
         ({"num_attention_heads": 0}, "'num_attention_heads' must be"),
         ({"architectures": None}, "architectures"),
@@ -97,10 +98,10 @@ def test_what_is_no_regular_file_is_not_opened(name: str, tmp_path: Path) -> Non
     """A FIFO would be waited for, and /dev/zero has no end: `jaxserve plan FILE` reads a file by any name."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelLoadError, match="is no regular file"):
-        read_config_file(tmp_path / name)
+        read_config(ModelFiles.of_config(tmp_path / name))
     (tmp_path / "link.json").symlink_to("/dev/zero")
     with pytest.raises(ModelLoadError, match="is no regular file"):
-        read_config_file(tmp_path / "link.json")
+        read_config(ModelFiles.of_config(tmp_path / "link.json"))
 
 
 def test_token_ids_of_the_generation_config_have_the_same_range(tmp_path: Path) -> None:
@@ -190,3 +191,17 @@ def test_yarn_allows_the_context_of_its_factor() -> None:
     linear = from_hf(qwen | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     with pytest.raises(ConfigError, match="made for 40960"):
         context_length(81920, linear)
+
+
+def test_gemma4_heads_of_newer_files() -> None:
+    published = CASES["gemma4_moe"]
+    text = {key: value for key, value in published["text_config"].items() if "global" not in key}
+
+    def with_heads(by_layer: dict[str, Any]) -> dict[str, Any]:
+        return published | {"text_config": text | {"per_layer_config": by_layer}}
+
+    full = {"head_dim": 24, "num_key_value_heads": 2}
+    assert from_hf(with_heads({"01": full, "03": full})) == from_hf(published)
+    for other in ({"00": full}, {"01": full, "03": {"head_dim": 16}}, {"01": {"scale": 1}, "03": {"scale": 1}}):
+        with pytest.raises(ValueError, match="per_layer_config"):
+            from_hf(with_heads(other))

@@ -17,9 +17,10 @@ import pytest
 from jaxserve.errors import MAX_LOAD_MESSAGE, ConfigError, ModelLoadError
 from jaxserve.model_files import check_directory
 from jaxserve.models.checkpoint.checkpoint import open_checkpoint
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.hub import resolve
-from jaxserve.models.pooling import read_pooling
+from jaxserve.models.checkpoint.sentence_files import read_pooling
 from jaxserve.text.renderer import Renderer
 from jaxserve.text.stop import check_pattern
 from jaxserve.text.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ def read(directory: Path) -> None:
     """Everything of a directory but the bytes of the weights."""
     config = read_config(resolve(directory))
     open_checkpoint(directory)
-    read_pooling(directory, config)
+    read_pooling(ModelFiles.open(directory), config)
     tokenizer = Tokenizer.from_directory(directory)
     tokenizer.encode("hello " * 100 + "!")
     renderer = Renderer.load(tokenizer)

@@ -1,6 +1,7 @@
 """Loading: every kind of misfit in one error, shards, slices, dtypes, random weights, damaged files."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from safetensors.numpy import save_file
 from jaxserve.errors import ModelLoadError
 from jaxserve.library.dense import dense_logits
 from jaxserve.models.checkpoint.checkpoint import open_checkpoint
-from jaxserve.models.checkpoint.loader import LoadedModel, PartReader, load_model, random_model
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.loader import CHUNK, LoadedModel, PartReader, build, load_model, random_model
 from jaxserve.models.checkpoint.orbax import convert
 from tests.models import test_stored_form as integers
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
+from tests.models.families import STATE_CASES
 from tests.models.test_quantization import BLOCK_FP8, quantize_blocks
 
 FLOAT32 = jnp.dtype("float32")
@@ -68,6 +71,21 @@ def test_a_region_reads_what_the_whole_holds(tmp_path: Path, tensors: dict[str, 
         bounds = [sorted(rng.integers(0, n + 1, 2)) for n in spec.shape]
         index = tuple(slice(int(a), int(b)) for a, b in bounds)
         assert np.array_equal(reader.read(spec, index), np.asarray(whole)[index]), spec.name
+
+
+def test_experts_in_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
+    """Their axes are in another order in memory, and the tensor of all of them would take as much again."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 64, "num_experts": 32, "num_hidden_layers": 1}
+    hf = STATE_CASES["qwen3_5_moe"] | sizes | {"layer_types": ["full_attention"]}
+    [spec] = [s for s in build(from_hf(hf), FLOAT32).specs if s.name.endswith("experts.gate_up_proj.weight")]
+    tensor = np.random.default_rng(0).random(spec.parts[0].shape, np.float32)
+    reader = PartReader(open_checkpoint(write_checkpoint(tmp_path, hf, {spec.parts[0].name: tensor})), None)
+    tracemalloc.start()
+    found = reader.read(spec, (slice(None),) * len(spec.shape))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(found, tensor.reshape(32, 2, 64, 512).swapaxes(1, 2))
+    assert peak - CHUNK <= 1.3 * found.nbytes  # a thread's buffer beside it
 
 
 def test_every_misfit_is_in_one_error(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:

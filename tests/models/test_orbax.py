@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.checkpoint import orbax
-from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.models.checkpoint.loader import inspect, load_model
 from jaxserve.models.checkpoint.orbax_reader import open_array
 from jaxserve.models.checkpoint.structure import LoadedModel
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
@@ -154,6 +154,8 @@ def test_a_crafted_array_is_refused(wrong: dict[str, object], source: LoadedMode
     header.write_text(json.dumps(json.loads(header.read_text()) | wrong))
     with pytest.raises(ModelLoadError, match="cannot be read"):
         load_model(tmp_path / "out", dtype=FLOAT32)
+    with pytest.raises(ModelLoadError, match="cannot be read"):  # before any weight is read, as `jaxserve doctor` does
+        inspect(tmp_path / "out", dtype=FLOAT32, config=source.config)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

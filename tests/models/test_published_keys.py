@@ -12,6 +12,7 @@ import pytest
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.rope import LinearScaling, LongRopeScaling, RopeConfig, YarnScaling
 from tests.models.families import CASES, ENCODERS
+from tests.models.flip_keys import unread
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -29,6 +30,53 @@ def without(case: str, *keys: str) -> dict[str, Any]:
         ("olmo2", "rms_norm_eps", 1e-5),
         ("olmo3", "rms_norm_eps", 1e-5),
         ("gpt_oss", "rms_norm_eps", 1e-5),
+        ("ernie4_5", "rms_norm_eps", 1e-5),
+        ("ernie4_5", "tie_word_embeddings", True),
+        ("internlm3", "rms_norm_eps", 1e-5),
+        ("exaone4", "rms_norm_eps", 1e-5),
+        ("exaone4", "sliding_window", 4096),
+        ("seed_oss", "attention_out_bias", False),
+        ("granite", "attention_multiplier", 1.0),
+        ("nemotron", "hidden_act", "relu2"),
+        ("qwen2_moe", "shared_expert_intermediate_size", 5632),
+        ("qwen2_moe", "max_window_layers", 28),
+        ("qwen2_moe", "num_experts", 60),
+        ("olmoe", "num_experts", 64),
+        ("olmoe", "norm_topk_prob", False),
+        ("ernie4_5_moe", "moe_k", 6),
+        ("ernie4_5_moe", "moe_num_shared_experts", 2),
+        ("dots1", "norm_topk_prob", False),
+        ("dots1", "max_window_layers", 62),
+        ("exaone_moe", "routed_scaling_factor", 2.5),
+        ("granite_moe", "num_experts_per_tok", 2),
+        ("granite_dense4", "shared_intermediate_size", 1024),
+        ("granite_dense4", "position_embedding_type", None),
+        ("nemotron", "partial_rotary_factor", 0.5),
+        ("arcee", "hidden_act", "relu2"),
+        ("apertus", "rms_norm_eps", 1e-5),
+        (
+            "apertus",
+            "rope_scaling",
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+        ("starcoder2", "hidden_act", "gelu_pytorch_tanh"),
+        ("starcoder2", "use_bias", True),
+        ("starcoder2", "tie_word_embeddings", True),
+        ("cohere", "logit_scale", 0.0625),
+        ("cohere", "tie_word_embeddings", True),
+        ("cohere2", "sliding_window", 4096),
+        ("cohere2", "sliding_window_pattern", 4),
+        ("glm4", "partial_rotary_factor", 0.5),
+        ("glm4", "attention_bias", True),
+        ("glm", "head_dim", 128),
+        ("helium", "rms_norm_eps", 1e-8),
+        ("hunyuan", "rms_norm_eps", 1e-5),
         ("deepseek_v3", "routed_scaling_factor", 2.5),
         ("deepseek_v3", "n_group", 8),
         ("deepseek_v3", "topk_group", 4),
@@ -58,6 +106,17 @@ def test_a_key_that_is_left_out_has_the_default_of_its_class(case: str, key: str
         ("gemma3", {"hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "'swiglu_alpha' is 1.0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "'no_rope_layers' has 2 entries for 3 layers"),
+        ("ernie4_5", {"compression_ratio": 2.0}, "'compression_ratio' is 2.0"),
+        ("llama3", {"hidden_act": "xielu"}, "'xielu' is not supported in an MLP with a gate"),
+        ("cohere", {"use_qk_norm": True}, "'use_qk_norm' is True"),
+        ("cohere2", {"order_of_interleaved_layers": "global_attn_first"}, "'order_of_interleaved_layers'"),
+        ("hunyuan", {"use_cla": True}, "'use_cla' is True"),
+        ("olmoe", {"clip_qkv": 8.0}, "'clip_qkv' is not supported"),
+        ("ernie4_5_moe", {"use_bias": True}, "'use_bias' is True"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "'moe_norm_min' is 0.5"),
+        ("granite_dense4", {"layer_types": None}, "models without attention are not supported"),
+        ("internlm3", {"bias": False}, "'qkv_bias' and 'bias' must be equal"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}, "'sliding_window_pattern' must be"),
         ("qwen2", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "both given and differ"),
         ("qwen2", {"rope_scaling": [1]}, "must be objects"),
     ],
@@ -65,6 +124,38 @@ def test_a_key_that_is_left_out_has_the_default_of_its_class(case: str, key: str
 def test_what_is_not_computed_is_refused_by_name(case: str, change: dict[str, Any], cause: str) -> None:
     with pytest.raises(ValueError, match=cause):
         from_hf(CASES[case] | change)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("minimax_m2", "use_qk_norm", False),
+        ("minimax_m2", "use_routing_bias", False),
+        ("minimax_m2", "scoring_func", "softmax"),
+        ("glm4_moe", "scoring_func", "softmax"),
+        ("glm4_moe", "mlp_layer_types", ["dense", "sparse", "linear"]),
+        ("glm4_moe_lite", "topk_method", "greedy"),
+    ],
+)
+def test_a_value_that_a_family_does_not_compute_is_refused(case: str, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=key):
+        from_hf(CASES[case] | {key: value})
+
+
+def test_two_lists_of_sparse_layers_must_agree() -> None:
+    hf = CASES["glm4_moe_lite"] | {"mlp_layer_types": ["dense", "dense", "sparse"]}
+    assert from_hf(hf) == from_hf(CASES["glm4_moe_lite"] | {"first_k_dense_replace": 2})
+    with pytest.raises(ValueError, match="'mlp_layer_types' and 'first_k_dense_replace' differ"):
+        from_hf(hf | {"first_k_dense_replace": 1})
+
+
+def test_families_that_are_another_by_another_name() -> None:
+    """Kimi K2.5's language model is DeepSeek-V3, and MiMo 7B is Qwen2."""
+    inside = {key: value for key, value in CASES["deepseek_v3"].items() if key != "architectures"}
+    kimi = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": inside | {"model_type": "kimi_k2"}}
+    assert from_hf(kimi).replace(ignored_tensors=(), tensor_names=()) == from_hf(CASES["deepseek_v3"])
+    mimo = from_hf(CASES["qwen2"] | {"architectures": ["MiMoForCausalLM"]})
+    assert mimo.replace(architecture="Qwen2ForCausalLM", ignored_tensors=()) == from_hf(CASES["qwen2"])
 
 
 @pytest.mark.parametrize("change", [{"hidden_act": "gelu_new"}, {"hidden_act": "silu"}, {"is_decoder": True}])
@@ -87,6 +178,11 @@ def test_experts_by_the_newer_name_and_a_longer_list_of_layers() -> None:
 def test_mistral_without_a_window_in_any_layer() -> None:
     assert from_hf(CASES["mistral"] | {"layer_types": ["full_attention"] * 3}).windows == (None,) * 3
     assert from_hf(CASES["mistral"] | {"layer_types": ["sliding_attention"] * 3}) == from_hf(CASES["mistral"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_key_is_ignored_without_a_reason(case: str) -> None:
+    assert not [key for key, reason in unread(case).items() if not reason]
 
 
 # --- the rotation ----------------------------------------------------------------------------------------------

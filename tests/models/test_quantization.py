@@ -10,12 +10,14 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.checkpoint.checkpoint import open_checkpoint
+from jaxserve.models.checkpoint.float_formats import float_form
 from jaxserve.models.checkpoint.loader import LoadedModel, PartReader, load_model
-from jaxserve.models.checkpoint.quantization import decode_mxfp4, mxfp4_codes
-from jaxserve.models.weights import Part
+from jaxserve.models.checkpoint.weight_sources import held_checkpoint
+from jaxserve.models.weights import Packing, ParamSpec, Part
 from jaxserve.ops.quantized import Quantized
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES
+from tests.models.float_checkpoints import E2M1
 
 FLOAT32 = jnp.dtype("float32")
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -88,14 +90,16 @@ def test_mxfp4_as_transformers_decodes_it() -> None:
     golden = np.load(Path(__file__).parent / "goldens" / "mxfp4_decoded.npz")
     shape = golden["decoded"].shape
     part = Part("w", shape, shape, (0, 0, 0), mxfp4=True)
+    spec = ParamSpec("w", shape, FLOAT32, (None, None, None), "normal", (part,))
+    held = held_checkpoint([("w_blocks", golden["blocks"]), ("w_scales", golden["scales"])])
+    reader = PartReader(held, None, float_form("gpt-oss"))
     whole = (slice(0, shape[0]), slice(0, shape[1]), slice(0, shape[2]))
-    assert np.array_equal(decode_mxfp4(golden["blocks"], golden["scales"], part, whole), golden["decoded"])
+    assert np.array_equal(reader.read(spec, whole), golden["decoded"])
     region = (slice(1, 2), slice(2, 5), slice(7, 70))
-    assert np.array_equal(decode_mxfp4(golden["blocks"], golden["scales"], part, region), golden["decoded"][region])
-    kept = {
-        role: jnp.asarray(a) for role, a in mxfp4_codes(golden["blocks"], golden["scales"], part, whole[:-1]).items()
-    }
-    assert np.array_equal(Quantized(**kept).astype(jnp.float32), golden["decoded"])
+    assert np.array_equal(reader.read(spec, region), golden["decoded"][region])
+    kept = reader.read_codes(spec, whole, Packing("mxfp4", 32, "values", shape, stored=True))
+    weight = Quantized(**{role: jnp.asarray(a) for role, a in kept.items()})
+    assert np.array_equal(weight.astype(jnp.float32), golden["decoded"])
 
 
 def gpt_oss_mxfp4() -> tuple[dict[str, Any], Tensors, Tensors]:
@@ -107,10 +111,9 @@ def gpt_oss_mxfp4() -> tuple[dict[str, Any], Tensors, Tensors]:
         experts, inputs, outputs = plain[name].shape
         blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
         scales = rng.integers(120, 127, (experts, outputs, inputs // 32), np.uint8)
-        shape = (experts, outputs, inputs)
-        part = Part(name, shape, shape, (0, 0, 0), mxfp4=True)
-        everything = tuple(slice(0, n) for n in shape)
-        plain[name] = decode_mxfp4(blocks, scales, part, everything).transpose(0, 2, 1).copy()
+        values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1).reshape(*scales.shape, 32)
+        wide = values * np.exp2(scales.astype(np.float32) - 127)[..., None]
+        plain[name] = wide.reshape(experts, outputs, inputs).transpose(0, 2, 1).copy()
         del stored[name]
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     return hf, stored, plain
@@ -146,8 +149,8 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "quantization", [{"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}]
+    "quantization", [{"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}]
 )
 def test_other_quantizations_are_refused_by_name(quantization: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"bitsandbytes|NVFP4"):
+    with pytest.raises(ModelLoadError, match=r"bitsandbytes|W4A8_AWQ"):
         load(tmp_path, TINY_LLAMA | {"quantization_config": quantization}, random_tensors(TINY_LLAMA))

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.checkpoint import orbax
 from jaxserve.models.checkpoint.chosen_form import choose_head
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.loader import LoadedModel, build, load_model, random_model
 from jaxserve.models.checkpoint.quantization import by_parameter, encode
@@ -50,17 +51,14 @@ def widened(model: LoadedModel) -> LoadedModel:
     structure = build(model.config.replace(quantization="none"), FLOAT32)
     leaves, rest = [], iter(model.leaves)
     for specs in by_parameter(model.structure.specs):
-        parts = {spec.packing and spec.packing.role: next(rest) for spec in specs}
-        leaves.append(
-            parts[None]
-            if None in parts
-            else Quantized(parts["values"], parts["scales"], parts.get("zeros"), parts.get("order")).astype(FLOAT32)
-        )
+        parts: dict[Any, Any] = {spec.packing and spec.packing.role: next(rest) for spec in specs}
+        leaves.append(parts[None] if None in parts else Quantized(**parts).astype(FLOAT32))
     return dataclasses.replace(model, structure=structure, leaves=tuple(leaves))
 
 
-ERRORS = {"int8": 0.01, "fp8": 0.07, "int4": 0.15}
-USUAL = (("llama", "int8"), ("packed", "fp8"), ("qwen3_moe", "int4"))  # each model and each kind once
+ERRORS = {"int8": 0.01, "fp8": 0.07, "int4": 0.15, "mxfp4": 0.3, "nvfp4": 0.2}
+# each model and each kind once
+USUAL = (("llama", "int8"), ("packed", "fp8"), ("qwen3_moe", "int4"), ("packed", "nvfp4"), ("qwen3_moe", "mxfp4"))
 PAIRS = [
     pytest.param(name, kind, marks=() if (name, kind) in USUAL else pytest.mark.slow)
     for name in MODELS
@@ -149,14 +147,14 @@ def test_rows_of_one_group_are_not_split(kind: str, tmp_path: Path) -> None:
 
 def test_the_head_where_it_is_not_quantised_at_load(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", LLAMA, random_tensors(LLAMA))
-    assert choose_head(True, "int4", directory)
-    assert not choose_head(False, "int4", directory)
+    assert choose_head(True, "int4", ModelFiles.open(directory))
+    assert not choose_head(False, "int4", ModelFiles.open(directory))
     for held in ("none", "stored"):
         with pytest.raises(ConfigError, match=r"model.quantize_head is for weights that are quantised at load"):
-            choose_head(True, held, directory)
+            choose_head(True, held, ModelFiles.open(directory))
     orbax.convert(load(directory, "int8"), tmp_path / "converted")
     with pytest.raises(ConfigError, match="whose head is not quantised"):
-        choose_head(True, "int8", tmp_path / "converted")
+        choose_head(True, "int8", ModelFiles.open(tmp_path / "converted"))
 
 
 def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +196,7 @@ def devices(tensor: int, expert: int) -> Mesh:
 
 def main(directory: Path) -> None:
     """Compare one device and four. Groups of 128 in rows of 384 are 3, which 2 devices cannot share."""
-    for name, kind in (("llama", "int4"), ("qwen3_moe", "int4")):
+    for name, kind in (("llama", "int4"), ("qwen3_moe", "int4"), ("qwen3_moe", "nvfp4")):
         mesh = devices(2, 1 if name == "llama" else 2)
         hf = MODELS[name] if name == "llama" else MODELS[name] | {"moe_intermediate_size": 64, "intermediate_size": 128}
         source = write_checkpoint(directory / name, hf, random_tensors(hf))

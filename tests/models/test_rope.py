@@ -65,6 +65,6 @@ def test_longrope_takes_the_factors_of_the_served_context(long: bool) -> None:
 
 
 def test_angles_are_float32_whatever_comes_in() -> None:
-    cos, sin = rope_table(RopeConfig(8), jnp.asarray([257], jnp.int32))
+    cos, sin, _ = rope_table(RopeConfig(8), jnp.asarray([257], jnp.int32))
     assert cos.dtype == sin.dtype == jnp.float32
     assert float(sin[0, 0]) == pytest.approx(np.sin(257.0), abs=1e-5)

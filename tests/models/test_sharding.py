@@ -22,7 +22,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.adapters import AdapterShape, adapt
 from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.adapter import adapter_of
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.checkpoint.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
@@ -32,7 +34,10 @@ from jaxserve.runtime.sampling.sampler import CDF_LANES
 from jaxserve.types.extras import MAX_CANDIDATES, MAX_LOGPROB_IDS
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
-from tests.models.families import CASES
+from tests.models.dense import dense_logits
+from tests.models.families import CASES, STATE_CASES
+from tests.models.lora import peft_config, peft_tensors, random_pairs
+from tests.models.test_adapters import ById, adapted_logits, stacks_of
 from tests.quick import QUICK_FLAGS
 
 AXES = ("data", "tensor", "expert")
@@ -45,6 +50,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": CASES["qwen3_moe"],
     "gpt_oss": CASES["gpt_oss"],
     "deepseek_v3": CASES["deepseek_v3"],
+    "gemma4_e": CASES["gemma4_e"]["text_config"]
+    | {"architectures": ["Gemma4ForCausalLM"], "tie_word_embeddings": False},
+    "llama4": CASES["llama4"]["text_config"] | {"architectures": ["Llama4ForCausalLM"]},
+    "granite4": STATE_CASES["granite4"],  # a state's one group is on all devices
     # norms over all heads, and a vocabulary that cannot be split
     "olmo2": CASES["olmo2"] | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 97},
 }
@@ -55,7 +64,9 @@ Run = tuple[str, int, int]  # model, devices of the tensor axis, of the expert a
 SHORT: dict[str, list[Run]] = {
     "engine": [("llama", 4, 1)],
     "deterministic": [("olmo2", 4, 1), ("deepseek_v3", 2, 2)],
-    "model": [("llama", 8, 1), ("qwen3_moe", 2, 2)],
+    "model": [("llama", 8, 1), ("qwen3_moe", 2, 2), ("gemma4_e", 2, 1), ("llama4", 2, 2)],
+    "adapters": [("llama", 8, 1)],
+    "engine with adapters": [],
 }
 LONG: dict[str, list[Run]] = {
     "engine": [
@@ -65,6 +76,8 @@ LONG: dict[str, list[Run]] = {
         *(("qwen3_moe", 1, expert) for expert in (1, 2, 4)),
         ("gpt_oss", 2, 2),
         *(("deepseek_v3", 2, expert) for expert in (2, 4)),
+        ("gemma4_e", 2, 1),
+        ("llama4", 2, 2),
     ],
     "deterministic": [
         ("llama", 8, 1),
@@ -73,8 +86,11 @@ LONG: dict[str, list[Run]] = {
         ("qwen3_moe", 1, 4),
         ("gpt_oss", 2, 2),
         ("deepseek_v3", 2, 4),
+        ("granite4", 4, 1),
     ],
-    "model": [],
+    "adapters": [("packed", 4, 1), ("qwen3_moe", 2, 2), ("gpt_oss", 2, 2), ("deepseek_v3", 2, 2), ("gemma4_e", 2, 1)],
+    "engine with adapters": [("llama", 4, 1), ("llama", 8, 1)],
+    "model": [("granite4", 4, 1), ("granite4", 2, 2)],
 }
 
 
@@ -105,7 +121,12 @@ def on_devices(folder: Path, runs: dict[str, list[Run]]) -> dict[str, Any]:
     for name, tensor, expert in runs["model"]:
         sharded = load_model(folder / name, dtype=FLOAT32, mesh=device_mesh(tensor, expert))
         tokens[f"{name}-{tensor}-{expert} alone"] = one[name], paged.greedy(sharded, prompt, 12, 8)
+    for name, tensor, expert in runs["engine with adapters"]:
+        for deterministic in (False, True):
+            run = f"{name}-{tensor}-{expert} engine with adapters, deterministic {deterministic}"
+            tokens[run] = engine_with_adapters(folder / name, tensor, expert, prompt, deterministic)
     return {
+        "adapters": {f"{run}": adapted_over(folder, *run) for run in runs["adapters"]},
         "tokens": tokens,
         "programs": programs.get(("llama", 4), {}),
         "sums": sums,
@@ -130,6 +151,59 @@ def through_engine(
     )
     [[answer]] = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     return answer.token_ids, {name: program.as_text() for name, program in engine.runner.compiled.items()}
+
+
+def adapted_over(folder: Path, name: str, tensor: int, expert: int) -> dict[str, Any]:
+    """Logits of an adapter over devices against merged weights on one, and how many sums over devices there are."""
+    ids, shape = jnp.asarray(np.random.default_rng(1).integers(3, 90, 12), jnp.int32), AdapterShape(2, 4)
+    one = load_model(folder / name, dtype=FLOAT32)
+    many = load_model(folder / name, dtype=FLOAT32, mesh=device_mesh(tensor, expert))
+    own, adapted = adapt(one.structure, shape), adapt(many.structure, shape)
+    pairs = random_pairs({module: place.shape for module, place in own.tensors.items()}, 3, 1, 0.2)
+    updates = adapter_of(peft_tensors(pairs), peft_config(3, 6), own).updates
+    expected = np.asarray(dense_logits(one.structure, own.merge(one.leaves, updates), ids))
+    stacks = stacks_of(adapted, {1: adapter_of(peft_tensors(pairs), peft_config(3, 6), adapted).updates})
+    mesh = device_mesh(tensor, expert)
+    each = zip(adapted.stacks, stacks, strict=True)
+    placed = tuple(jax.device_put(stack, param_sharding(spec, mesh)) for spec, stack in each)
+    program = adapted_logits.lower(ById(adapted), (*many.leaves, *placed), ids, jnp.int32(1)).compile()
+    found = np.asarray(program((*many.leaves, *placed), ids, jnp.int32(1)))
+    whole = dense_logits.lower(many.structure, many.leaves, ids).compile().as_text()
+    return {
+        "error": float(np.abs(found - expected).max() / np.abs(expected).max()),
+        "sums": (summed(program.as_text() or ""), summed(whole or "")),
+    }
+
+
+def engine_with_adapters(
+    directory: Path, tensor: int, expert: int, prompt: list[int], deterministic: bool
+) -> tuple[list[int], list[int]]:
+    """Greedy tokens of an adapter by one device and by several, through whole engines."""
+    found = []
+    for split in ((1, 1), (tensor, expert)):
+        engine = Engine(
+            str(directory),
+            deterministic=deterministic,
+            tensor=split[0],
+            expert=split[1],
+            device="cpu",
+            compile_cache=None,
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            num_pages=16,
+            slots=2,
+            max_rank=4,
+        )
+        assert engine.runner.adapters is not None
+        places = engine.runner.adapters.adapted.tensors
+        pairs = random_pairs({name: place.shape for name, place in places.items()}, 3, 1, 0.3)
+        engine.load_adapter("a", peft_tensors(pairs), config=peft_config(3, 6))
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        [[answer]] = engine.generate([prompt], params, adapter="a")
+        [[plain]] = engine.generate([prompt], params)
+        assert answer.token_ids != plain.token_ids
+        found.append(answer.token_ids)
+    return found[0], found[1]
 
 
 def converted_equal(source: Path, target: Path) -> dict[str, bool]:
@@ -168,6 +242,8 @@ def test_on_eight_devices(form: str, tmp_path: Path) -> None:
         assert one == many and len(set(one)) > 3, name
     for name, programs in result["sums"].items():
         check_sums(name, programs)
+    for name, found in result["adapters"].items():
+        assert found["error"] < 1e-5 and found["sums"][0] <= found["sums"][1], (name, found)
     assert all(result["converted"].values()), result["converted"]
     if form == "short":
         check_decode(result["programs"]["decode[1]"])

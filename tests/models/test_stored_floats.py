@@ -16,6 +16,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.checkpoint import orbax
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.loader import LoadedModel, build, inspect, random_model
 from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
@@ -211,7 +212,7 @@ def test_new_weights(name: str, tmp_path: Path) -> None:
     served, expected = load(old, "stored"), [np.asarray(leaf) for leaf in load(new, "stored").leaves]
     for source in (
         lambda: source_of(made[1][1], served.structure),
-        lambda: directory_source(new, served.structure, old),
+        lambda: directory_source(new, served.structure, ModelFiles.open(old)),
         lambda: source_of(expected, served.structure),
     ):
         holder = Holder(load(old, "stored").leaves)

@@ -196,6 +196,29 @@ def test_fused_weights(name: str, form: str, tmp_path: Path) -> None:
     assert_equal_models(load(directory, "none"), expected)
 
 
+# What Kimi K2.5 leaves unquantized, as its config.json says it: only routed experts have 4 bits.
+KIMI_IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+
+
+def test_only_the_routed_experts_of_a_nested_model_are_packed(tmp_path: Path) -> None:
+    text = CASES["deepseek_v3"] | {"hidden_size": 64, "moe_intermediate_size": 32}
+    tensors = random_tensors(text)
+    experts = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
+    form = compressed(4, 32) | {"ignore": KIMI_IGNORED}
+    stored, plain = write(experts, form)
+    expected = load(write_checkpoint(tmp_path / "plain", text, tensors | plain), "none")
+    rest = {name: tensor for name, tensor in tensors.items() if name not in experts}
+    inside = {f"language_model.{name}": tensor for name, tensor in (rest | stored).items()}
+    names = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+    nested = names | {"text_config": text | {"model_type": "kimi_k2", "quantization_config": form}}
+    tower = {"vision_tower.patch_embed.proj.weight": np.zeros((2, 2), np.float32)}
+    directory = write_checkpoint(tmp_path / "stored", nested, inside | tower)
+    kept = load(directory, "stored")
+    packed = {spec.name.rpartition(".")[0] for spec in kept.structure.specs if spec.packing is not None}
+    assert packed and all(".mlp.experts." in name for name in packed)
+    assert_equal_models(widened(kept), expected)
+
+
 def transforms(*locations: str) -> dict[str, Any]:
     """Rotations of weights and activations, as llm-compressor writes them."""
     apply = [{"targets": ["Linear"], "location": location, "inverse": False} for location in locations]

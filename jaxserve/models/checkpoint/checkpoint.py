@@ -6,19 +6,22 @@ in memory. No jax: callers pass names and shapes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import gguf_file, read_json, weight_files
+from jaxserve.model_files import gguf_file, gguf_parts, read_json, weight_files
 from jaxserve.models.checkpoint.gguf import BlockTensor, published_tensors
 from jaxserve.models.checkpoint.safetensors_file import TensorInfo, copy_converted, read_contents, read_rows
+from jaxserve.models.tensor_names import Rules, renamed
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,25 @@ class HeldTensor:
     def rows(self, first: int, last: int | None) -> np.ndarray:
         """Return the rows [first, last) of the first axis, or all rows if last is None. Do not change them."""
         whole = np.asarray(self.array)
-        return whole if last is None else whole[first:last]
+        return whole if last is None or not whole.ndim else whole[first:last]
+
+
+class FileState(NamedTuple):
+    """What tells whether a file is the same as before: where it lies, its size, and the time of its last change."""
+
+    device: int
+    number: int
+    size: int
+    changed: int
+
+
+def file_state(path: Path) -> FileState | None:
+    """Return the state of a file; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -89,6 +110,7 @@ class Checkpoint:
     duplicate: names in more than one place, with values that differ.
     aside: texts about parts that are not read: files beside the weights, names of the index that no file has.
     bare: the names lack the leading "model.", as in published embedding models; lm_head may be missing too.
+    files: the files with their sizes and times of change when their headers were read, see `check_unchanged`.
     """
 
     directory: Path
@@ -96,6 +118,7 @@ class Checkpoint:
     duplicate: tuple[str, ...]
     bare: bool = False
     aside: tuple[str, ...] = ()
+    files: tuple[tuple[Path, FileState], ...] = ()
 
     @classmethod
     def of(
@@ -104,12 +127,28 @@ class Checkpoint:
         tensors: Mapping[str, Tensor],
         duplicate: Iterable[str] = (),
         aside: Iterable[str] = (),
+        files: Iterable[tuple[Path, FileState]] = (),
     ) -> Checkpoint:
         """Make a checkpoint of tensors by their names in the files. Bare names are completed."""
         bare = "embed_tokens.weight" in tensors
         names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
         full = {names[name]: info for name, info in tensors.items()}
-        return cls(directory, full, tuple(duplicate), bare, tuple(aside))
+        return cls(directory, full, tuple(duplicate), bare, tuple(aside), tuple(files))
+
+    def renamed(self, rules: Rules) -> Checkpoint:
+        """Return the checkpoint with the names of the modules here, see `tensor_names`."""
+        names = {name: renamed(name, rules) for name in self.tensors} if rules else {}
+        if all(name == new for name, new in names.items()):
+            return self
+        count = Counter(names.values())
+        twice = [new for new, number in count.items() if number > 1]
+        tensors = {names[name]: info for name, info in self.tensors.items()}
+        return dataclasses.replace(self, tensors=tensors, duplicate=(*self.duplicate, *twice))
+
+    def unused(self, patterns: Iterable[str]) -> list[str]:
+        """Return what each expression finds at the beginning of tensors' names, with the number of these tensors."""
+        found = [match[0] for name in self.tensors for each in patterns if (match := re.match(each, name))]
+        return [f"{start} ({number} tensors)" for start, number in sorted(Counter(found).items())]
 
     def misfits(self, expected: Mapping[str, Shapes], ignored: Iterable[re.Pattern[str]]) -> Misfits:
         """Compare with `expected` {name: allowed shapes}. Unknown tensors that match an `ignored` pattern are fine."""
@@ -133,6 +172,12 @@ class Checkpoint:
             return False
         return not _numbers(tensor, 0, tensor.shape[0]).any()
 
+    def check_unchanged(self) -> None:
+        """Raise ModelLoadError if a file has been changed or replaced since its header was read."""
+        for path, state in self.files:
+            if state != file_state(path):
+                raise ModelLoadError(f"{path} was changed while it was read", fix="load it when nothing writes to it")
+
     def check_blocks(self, types: Mapping[str, str]) -> None:
         """Raise ModelLoadError if a tensor has not the GGUF type that `types` {name: type} gives."""
         for name, kind in types.items():
@@ -152,8 +197,10 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     gguf = gguf_file(directory)
     if gguf is not None:
-        return Checkpoint.of(gguf, published_tensors(gguf))
+        parts = _states(gguf_parts(gguf))
+        return Checkpoint.of(gguf, published_tensors(gguf), files=parts)
     files, named = _shards(directory)
+    states = _states(directory / file for file in files)
     tensors: dict[str, TensorInfo] = {}
     duplicate = []
     for file in files:
@@ -168,7 +215,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         aside.append(f"{INDEX} is not read, because {files[0]} is a whole model")
     if lacking := sorted(named - tensors.keys()):
         aside.append(f"{INDEX} names tensors that no file has: {', '.join(_folded(lacking))}")
-    return Checkpoint.of(directory, tensors, duplicate, aside)
+    return Checkpoint.of(directory, tensors, duplicate, aside, states)
+
+
+def _states(files: Iterable[Path]) -> list[tuple[Path, FileState]]:
+    """Return the state of each file that is there. It is read before the headers are."""
+    states = ((path, file_state(path)) for path in files)
+    return [(path, state) for path, state in states if state is not None]
 
 
 def same_numbers(one: TensorInfo | HeldTensor, other: TensorInfo | HeldTensor) -> bool:

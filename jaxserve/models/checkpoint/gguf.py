@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import Header, Omitted, gguf_file, gguf_parts, open_header, read_object
+from jaxserve.model_files import Header, Omitted, gguf_parts, open_header, read_object
 from jaxserve.models.checkpoint.read_config import Json, shown
 from jaxserve.models.checkpoint.safetensors_file import TensorInfo, read_rows
 from jaxserve.models.stored_form import HELD_BLOCKS
@@ -405,7 +405,7 @@ def _located(path: Path, entries: list[_Entry], start: int, size: int) -> dict[s
     return found
 
 
-_ARCHITECTURES = MappingProxyType(
+ARCHITECTURES = MappingProxyType(  # as `general.architecture` says: as config.json does
     {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 )
 _EPSILON = "attention.layer_norm_rms_epsilon"
@@ -454,11 +454,6 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROTATED = re.compile(r"\.[qk]_proj\.")  # a llama's rows of these are interleaved in the file
 _ROPE_FACTORS = "rope_freqs.weight"
 _DTYPES = MappingProxyType({"F32": "float32", "F16": "float16"})
-
-
-def config_file(directory: Path) -> Path:
-    """Return the file that describes a model: its GGUF file, or its config.json. directory: may be a GGUF file."""
-    return gguf_file(directory) or directory / "config.json"
 
 
 def published_config(file: Path) -> dict[str, Any]:
@@ -525,14 +520,19 @@ def _head_dim(config: Json) -> int:
 
 def _as_published(file: GgufFile) -> dict[str, Any]:
     name = file.values.get("general.architecture")
-    if not isinstance(name, str) or name not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        if name == "clip":
+            raise ModelLoadError(
+                f"{file.path} has a tower for pictures and no language model (mmproj)",
+                fix="serve the model's safetensors checkpoint, which has both; no tower is read from GGUF files",
+            )
+        supported = ", ".join(ARCHITECTURES)
         raise ModelLoadError(
             f"{file.path}: {shown(name)} of GGUF is not supported", fix=f"serve one of: {supported}, or safetensors"
         )
     own = {key.removeprefix(f"{name}."): value for key, value in file.values.items() if key.startswith(f"{name}.")}
     _refuse_others(file.path, own)
-    config: dict[str, Any] = {"architectures": [_ARCHITECTURES[name]]}
+    config: dict[str, Any] = {"architectures": [ARCHITECTURES[name]]}
     config |= {key: own[given] for given, key in _KEYS.items() if given in own}
     config |= {"head_dim": _head_dim(config)} | _token_ids(file)
     tensors = file.tensors

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import as_integer, read_object
-from jaxserve.models.checkpoint.gguf import config_file, published_config
-from jaxserve.models.checkpoint.quantization import compressed_block, read_quantization_beside, read_stored_form
+from jaxserve.model_files import as_integer
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.quantization import compressed_block, read_stored_form
 from jaxserve.models.checkpoint.read_config import (
     Json,
     architecture_of,
     boolean,
     completed,
+    flattened,
     integer,
     number,
     optional_integer,
@@ -28,29 +29,34 @@ from jaxserve.models.checkpoint.read_config import (
     shown,
 )
 from jaxserve.models.config import GenerationDefaults, ModelConfig
-from jaxserve.models.families.registry import ARCHITECTURES, family_of
+from jaxserve.models.families.registry import ARCHITECTURES, NESTED, family_of
+from jaxserve.models.family import OF_TOWER
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
+from jaxserve.models.unserved import refuse_unserved
+from jaxserve.models.vision.read import with_processor
 
 T = TypeVar("T")
 MAX_EOS = 1024  # token ids; published lists have three
 MAX_TOKEN_ID = 2**24  # same limit as bos_token_id
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """Read the ModelConfig of a checkpoint directory or GGUF file. Raises ModelLoadError with the file and the key."""
-    return read_config_file(config_file(directory))
+def read_config(model: Path | ModelFiles) -> ModelConfig:
+    """Read the ModelConfig of a model: a directory, a GGUF file or its opened files.
 
-
-def read_config_file(file: Path) -> ModelConfig:
-    """Read the ModelConfig of a config.json of any name or a GGUF file, see `read_config`."""
-    generation_file = file.with_name("generation_config.json")
-    hf = _with_head(_named(file, lambda: published_config(file)), file.with_name("modules.json").is_file())
-    if hf.get("quantization_config") is None and (beside := read_quantization_beside(file)):
-        hf = hf | {"quantization_config": beside}
-    generation = read_object(generation_file) if generation_file.is_file() else {}
+    Raises ModelLoadError with the file and the key.
+    """
+    files = ModelFiles.open(model)
+    file = files.config_file
+    found = _named(file, lambda: flattened(files.config))
+    hf = _with_head(found, (files.directory / "modules.json").is_file())
+    if hf.get("quantization_config") is None and files.quantization:
+        hf = hf | {"quantization_config": files.quantization}
+    generation = files.generation
     _named(file, lambda: _check_architecture(hf, file))  # first: an unknown family may lack the keys below
     config = _named(file, lambda: from_hf(hf))
-    return _named(generation_file, lambda: with_generation(config, generation))
+    if (vision := config.vision) is not None:
+        config = config.replace(vision=_named(file, lambda: with_processor(vision, file.parent)))
+    return _named(file.with_name("generation_config.json"), lambda: with_generation(config, generation))
 
 
 def _with_head(hf: dict[str, Any], embeds: bool) -> dict[str, Any]:
@@ -76,21 +82,29 @@ def _named(file: Path, read: Callable[[], T]) -> T:
 
 def _check_architecture(hf: Json, file: Path) -> None:
     try:
-        family_of(architecture_of(hf))
+        if architecture_of(hf) not in NESTED:
+            family_of(architecture_of(hf))
+        refuse_unserved(hf)
     except ModelLoadError as error:
         code = "; the code that its directory brings is never run" if hf.get("auto_map") else ""
         raise ModelLoadError(f"{file}: {error}{code}", fix=error.fix) from None
 
 
 def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
-    """Translate a parsed config.json, and optionally a generation_config.json.
+    """Translate a parsed config.json, and optionally a generation_config.json. A nested one gives its language model.
 
     Raises KeyError, TypeError or ValueError if a required key is absent or wrong, ModelLoadError for an unsupported
     architecture.
     """
+    hf, nested = flattened(hf), NESTED.get(architecture_of(hf))
+    if nested is not None:
+        hf = {**hf, "architectures": [nested.text_architecture(hf)]}
     architecture = architecture_of(hf)
     family = family_of(architecture)
-    hf = completed(hf, family.rope_theta)
+    hf = family.published(hf)
+    left_out = () if hf.get("rope_scaling") is None else ("rope_parameters",)  # two names of one entry
+    defaults = {key: value for key, value in family.defaults.items() if key not in left_out}
+    hf = completed({**defaults, **hf}, family.rope_theta, family.supported)
     if not isinstance(hf.get("quantization_config") or {}, dict):
         raise ValueError(f"'quantization_config' must be an object, not {shown(hf['quantization_config'])}")
     heads = integer(hf, "num_attention_heads")
@@ -119,8 +133,17 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
     if not rope_by_layer_type(hf):
         fields["rope"] = rope_config(hf, fields["head_dim"])
     fields |= family.changes(hf, fields)
+    if nested is not None:
+        served = nested.pictures is not None and hf.get("vision_config") is not None
+        if served and nested.pictures is not None:
+            fields |= nested.pictures(hf, fields)
+        unused, prefixes = ((), (*nested.prefixes, *OF_TOWER)) if served else (nested.unused, nested.prefixes)
+        fields["ignored_tensors"] = (*unused, *fields.get("ignored_tensors", ()))
+        fields["tensor_names"] = (*prefixes, *fields.get("tensor_names", ()))
     block = _weight_block(hf)
     stored = read_stored_form(hf.get("quantization_config") or {}, block)
+    if stored is not None:
+        stored = stored.with_names(fields.get("tensor_names", ()))
     config = ModelConfig(**fields, weight_block=block, stored_form=stored)
     _check(config)
     return config if generation is None else with_generation(config, generation)
@@ -135,7 +158,10 @@ def with_generation(config: ModelConfig, generation: Json) -> ModelConfig:
     )
 
 
-SERVED_QUANTIZATION = ("fp8", "fbgemm_fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "gguf")
+SERVED_QUANTIZATION = (
+    *("fp8", "fbgemm_fp8", "mxfp4", "modelopt", "compressed-tensors", "quark"),
+    *("gptq", "awq", "gguf"),
+)
 
 
 def _weight_block(hf: Json) -> tuple[int, int] | None:
@@ -144,8 +170,6 @@ def _weight_block(hf: Json) -> tuple[int, int] | None:
     method = quantization.get("quant_method")
     if method is not None and method not in SERVED_QUANTIZATION:
         raise ValueError(f"quantization {method!r} is not supported (supported: {', '.join(SERVED_QUANTIZATION)})")
-    if quantization.get("quant_algo") not in (None, "FP8"):
-        raise ValueError(f"quantization {quantization['quant_algo']!r} is not supported (supported: FP8 weights)")
     block = quantization.get("weight_block_size") or compressed_block(quantization)
     if block is None:
         return None
@@ -156,15 +180,33 @@ def _weight_block(hf: Json) -> tuple[int, int] | None:
 
 
 def _check(config: ModelConfig) -> None:
+    if config.gated_mlp and config.activation == "xielu":
+        raise ValueError("activation 'xielu' is not supported in an MLP with a gate")
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"{config.num_heads} attention heads are no multiple of {config.num_kv_heads} kv heads")
     if len(config.windows) != config.num_layers:
         raise ValueError(f"{len(config.windows)} layer types are given for {config.num_layers} layers")
+    _check_layers(config)
     if len(config.rope_layers) not in (0, config.num_layers):
         raise ValueError(f"'no_rope_layers' has {len(config.rope_layers)} entries for {config.num_layers} layers")
     for rope in () if config.bidirectional else (config.rope, config.local_rope):
         if rope is not None:
             _check_rope(rope)
+
+
+def _check_layers(config: ModelConfig) -> None:
+    """Raise ValueError unless the fields of single layers are for all layers and fit each other."""
+    for name in ("layer_chunks", "layer_reads", "layer_heads", "layer_states", "mlp_layers"):
+        if len(values := getattr(config, name)) not in (0, config.num_layers):
+            raise ValueError(f"{len(values)} {name} are given for {config.num_layers} layers")
+    if config.layer_states and None not in config.layer_states:
+        raise ValueError("all layers have a state, and models without attention are not supported")
+    for heads in config.layer_heads:
+        if heads.num_heads % heads.num_kv_heads:
+            raise ValueError(f"{heads.num_heads} attention heads are no multiple of {heads.num_kv_heads} kv heads")
+    for index, source in enumerate(config.layer_reads):
+        if source is not None and not (source < index and config.layer_reads[source] is None):
+            raise ValueError(f"layer {index} cannot read the cache of layer {source}")
 
 
 def _check_rope(rope: RopeConfig) -> None:
@@ -183,7 +225,7 @@ def _check_rope(rope: RopeConfig) -> None:
 def _activation(hf: Json) -> str:
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     known = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-    known |= {"gelu": "gelu"}  # an encoder's
+    known |= {"gelu": "gelu", "relu2": "relu2", "xielu": "xielu"}
     if name not in known:
         raise ValueError(f"activation {shown(name)} is not supported (supported: {', '.join(sorted(known))})")
     return known[name]

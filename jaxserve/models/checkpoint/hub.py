@@ -20,3 +20,16 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: P
         directory = hub.download(str(path_or_id), revision, cache_dir)
     check_directory(directory)
     return directory
+
+
+def resolve_config(path_or_id: str | Path, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
+    """Return a directory that has config.json, or a GGUF file, as `resolve`. Of a hub id nothing else is downloaded.
+
+    A repository without a config.json is downloaded whole.
+    """
+    if local_directory(path_or_id) is None:
+        hub = importlib.import_module("jaxserve.models.checkpoint.download")
+        directory = hub.download_config(str(path_or_id), revision, cache_dir)
+        if (directory / "config.json").is_file():
+            return directory
+    return resolve(path_or_id, revision=revision, cache_dir=cache_dir)

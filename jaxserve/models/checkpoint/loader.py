@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,23 +29,17 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.checkpoint.checkpoint import Checkpoint, Shapes, Tensor, open_checkpoint, same_numbers
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.float_formats import Block, FloatWeight, format_of, found_form
 from jaxserve.models.checkpoint.gguf import BlockTensor
 from jaxserve.models.checkpoint.hf_config import read_config
-from jaxserve.models.checkpoint.orbax_reader import READERS, as_converted, is_converted, read_leaves
+from jaxserve.models.checkpoint.orbax_reader import READERS, Converted
 from jaxserve.models.checkpoint.quantization import (
-    Block,
     Codes,
     by_parameter,
-    check_codes,
-    check_scale,
     code_tensors,
-    decode_fp8,
-    decode_mxfp4,
-    fp8_codes,
-    fp8_modules,
     input_order,
     is_stored,
-    mxfp4_codes,
     read_codes,
     read_parameter,
     read_places,
@@ -51,16 +47,18 @@ from jaxserve.models.checkpoint.quantization import (
 )
 from jaxserve.models.checkpoint.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
 from jaxserve.models.checkpoint.structure import LoadedModel, ModelStructure, build
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import ModelConfig, PackedExperts
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import Packing, ParamSpec, Part
 from jaxserve.ops.quantized import MIDDLE
 
+logger = logging.getLogger(__name__)
+
 Region = tuple[slice, ...]
 _WIDE = "set model.quantization: none"
 CHUNK = 4 * 2**20  # bytes per read, by each of four threads
-PIECE = 2**18  # weights of GGUF that are unpacked at a time, by each of four threads
+PIECE = 2**18  # quantized weights that are unpacked at a time, by each of four threads
 
 
 class PartReader:
@@ -108,19 +106,20 @@ class PartReader:
     ) -> Iterator[tuple[Region, dict[str, np.ndarray]]]:
         """Yield rows of a part's view piece by piece: their slice of `rows`, and the arrays of leaves by role."""
         assert self._form is not None
-        if self._form.method != "gguf":
+        tensor = self._tensors.get(part.name)
+        if (weight := self._float(part)) is not None:
+            for piece, some, first, last in _row_pieces_of(part, rows):
+                leaves = weight.codes(first, last, packing.group)
+                yield piece, {role: _chosen(array, some - first) for role, array in leaves.items()}
+        elif isinstance(tensor, BlockTensor):
+            for piece, some, first, last in _row_pieces_of(part, rows):
+                codes = Codes.of_blocks(tensor.unpacked(first, last))
+                if not np.isfinite(codes.scales).all() or not (codes.zeros is None or np.isfinite(codes.zeros).all()):
+                    fix = "download the checkpoint again"
+                    raise ModelLoadError(f"{part.name}: not all scales are numbers", fix=fix)
+                yield piece, {role: _chosen(array, some - first) for role, array in codes.leaves(packing).items()}
+        else:
             yield (), self._codes(part, rows, packing, sorts)
-            return
-        tensor = self._tensors[part.name]
-        assert isinstance(tensor, BlockTensor)
-        numbers = _view(np.arange(part.shape[0])[:, None], part)[..., 0][rows]  # of the tensor's rows
-        for piece in _row_pieces(numbers.shape, max(1, PIECE // part.shape[-1])):
-            some = numbers[piece]
-            first = int(some.min())
-            codes = Codes.of_blocks(tensor.unpacked(first, int(some.max()) + 1))
-            if not np.isfinite(codes.scales).all() or not (codes.zeros is None or np.isfinite(codes.zeros).all()):
-                raise ModelLoadError(f"{part.name}: not all scales are numbers", fix="download the checkpoint again")
-            yield piece, {role: array[some - first] for role, array in codes.leaves(packing).items()}
 
     def read_order(self, spec: ParamSpec) -> np.ndarray:
         """Return the inputs of a parameter sorted by group, int32 [K].
@@ -135,20 +134,26 @@ class PartReader:
                 raise ModelLoadError(why, fix=_WIDE)
         return found[0]
 
+    def read_tensor_scale(self, part: Part) -> np.float32:
+        """Return the scale of a part's tensor; 1 if its format has none."""
+        weight = self._float(part)
+        assert weight is not None
+        return weight.tensor_scale  # pyright: ignore[reportReturnType]  a scalar of float32
+
+    def _float(self, part: Part) -> FloatWeight | None:
+        """Return the reader of a part that is stored in a floating-point format; None: it is not."""
+        method = format_of(part, self._tensors)
+        return None if method is None else FloatWeight(part, method, self._block, self._tensors, self._read)
+
     def _codes(self, part: Part, rows: Region, packing: Packing, sorts: bool) -> dict[str, np.ndarray]:
-        """Return the arrays of leaves by role for rows of a part's view. sorts: sort permuted inputs by group"""
+        """Return the arrays of leaves by role for rows of integers of a part's view. sorts: sort permuted inputs"""
         assert self._form is not None
-        if self._form.is_integer:
-            codes = read_codes(part, self._form, self._whole)
-            if codes.places is not None and not sorts:
-                of = "experts" if self._form.permuted else "a checkpoint whose configuration does not say so"
-                why = f"{part.name}: its inputs are permuted (act-order), which is not computed packed for {of}"
-                raise ModelLoadError(why, fix=_WIDE)
-            codes = codes.in_order()
-        elif part.mxfp4:
-            return mxfp4_codes(*self._mxfp4(part), part, rows)
-        else:
-            codes = fp8_codes(*self._fp8(part), self._block, packing.group)
+        codes = read_codes(part, self._form, self._whole)
+        if codes.places is not None and not sorts:
+            of = "experts" if self._form.permuted else "a checkpoint whose configuration does not say so"
+            why = f"{part.name}: its inputs are permuted (act-order), which is not computed packed for {of}"
+            raise ModelLoadError(why, fix=_WIDE)
+        codes = codes.in_order()
         return {role: _view(array, part)[rows] for role, array in codes.leaves(packing).items()}
 
     def stored_bytes(self, spec: ParamSpec) -> int:
@@ -165,31 +170,31 @@ class PartReader:
         if form is not None and form.method != "gguf" and is_stored(part, form, self._tensors):
             target[...] = _view(read_codes(part, form, self._whole).wide(), part)[region]
             return
-        names = tuple(stored_tensors(part, self._tensors, self._block, self._form))
-        stored = [self._tensors[name] for name in names]
+        if (weight := self._float(part)) is not None:
+            *rows, columns = region
+            for piece, some, first, last in _row_pieces_of(part, tuple(rows)):
+                target[piece] = _chosen(weight.wide(first, last), some - first)[..., columns]
+            return
+        stored = self._tensors[part.name]
         if part.repeat > 1:
             self._fill_repeated(target, part, region)
-        elif part.mxfp4:
-            target[...] = decode_mxfp4(*self._mxfp4(part), part, region)
-        elif len(stored) == 2:
-            target[...] = decode_fp8(*self._fp8(part), self._block, part, region)
         elif part.transpose is not None:
-            copy_converted(self._read(stored[0]).transpose(part.transpose).reshape(part.view)[region], target)
+            self._fill_turned(target, part, region, stored)
         else:
-            self._fill_rows(target, part, region, stored[0])
+            self._fill_rows(target, part, region, stored)
 
-    def _mxfp4(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        """Read the blocks and the scales of a part."""
-        name, scales_name = stored_tensors(part, self._tensors, self._block)
-        check_scale(scales_name, scales := self._whole(scales_name))
-        return self._whole(name), scales
-
-    def _fp8(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        """Read the E4M3 values and the float32 scales of a part."""
-        name, scale_name = stored_tensors(part, self._tensors, self._block)
-        check_scale(scale_name, scale := self._whole(scale_name).astype(np.float32))
-        check_codes(name, weight := self._whole(name))
-        return weight, scale
+    def _fill_turned(self, target: np.ndarray, part: Part, region: Region, info: Tensor) -> None:
+        """Fill a view whose axes are in another order: one expert at a time, and what is not of experts at once."""
+        assert part.transpose is not None
+        if part.transpose[0] or part.rows or part.view[0] != part.shape[0]:
+            whole = self._read(info)[slice(*part.rows) if part.rows else ...]
+            whole = whole.reshape(part.split or whole.shape)
+            copy_converted(whole.transpose(part.transpose).reshape(part.view)[region], target)
+            return
+        for place, index in enumerate(range(region[0].start, region[0].stop)):
+            one = self._read(info, index, index + 1).reshape(1, *(part.split or part.shape)[1:])
+            view = one.transpose(part.transpose).reshape(1, *part.view[1:])
+            copy_converted(view[(slice(None), *region[1:])], target[place : place + 1])
 
     def _fill_repeated(self, target: np.ndarray, part: Part, region: Region) -> None:
         """Fill a view whose first axis has copies: [h0, h0, h1, h1, ...]."""
@@ -203,7 +208,7 @@ class PartReader:
 
         One index of this axis is `per` rows of the tensor.
         """
-        first, last = part.rows or (0, info.shape[0])
+        first, last = part.rows or (0, info.shape[0] if info.shape else 1)
         axis = next((i for i, size in enumerate(part.view) if size > 1), 0) if last - first > 1 else 0
         per = (last - first) // part.view[axis]
         step = max(1, CHUNK // max(1, per * math.prod(info.shape[1:]) * info.dtype.itemsize))
@@ -255,6 +260,25 @@ def _view(array: np.ndarray, part: Part) -> np.ndarray:
     return np.repeat(array[first:last].reshape(once), part.repeat, axis=0)
 
 
+def _row_pieces_of(part: Part, rows: Region) -> Iterator[tuple[Region, np.ndarray, int, int]]:
+    """Yield each piece of rows of a part's view: its slices, the tensor's rows in it, the first of them and their end.
+
+    A tensor of more dimensions has one row for each of its last.
+    """
+    assert part.transpose is None, part.name
+    numbers = _view(np.arange(math.prod(part.shape[:-1]))[:, None], part)[..., 0][rows]
+    for piece in _row_pieces(numbers.shape, max(1, PIECE // part.shape[-1])):
+        some = numbers[piece]
+        yield piece, some, int(some.min()), int(some.max()) + 1
+
+
+def _chosen(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return rows of an array [n, ..] as [*rows.shape, ..], without a copy if they are all in order."""
+    if rows.size == len(array) and np.array_equal(rows.reshape(-1), np.arange(rows.size)):
+        return array.reshape(*rows.shape, *array.shape[1:])
+    return array[rows]
+
+
 def _row_pieces(shape: tuple[int, ...], most: int) -> Iterator[Region]:
     """Yield slices of rows of a view that cover `shape`, each of at most `most` rows."""
     count, *rest = shape
@@ -284,7 +308,7 @@ LoadFormat = Literal["auto", "safetensors"]
 # Buffers that old exports contain and that are computed here; scales and zeros of quantized activations and KV caches.
 IGNORED = (
     re.compile(r"rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$"),
-    re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"),
+    re.compile(r"\.(input|output|q|k|v)_(scale|global_scale|zero_point)$"),
 )
 _HEAD = "lm_head.weight"
 _OF_CODES = (".qweight", ".qzeros", ".weight_packed")
@@ -294,12 +318,14 @@ _RANDOM_SCALES = {
     "int8": RANDOM_STDDEV / RANDOM_INT8,
     "fp8": RANDOM_STDDEV,
     "int4": RANDOM_STDDEV / 4.6,
+    "mxfp8": 127 - 6,
     "mxfp4": 127 - 7,
+    "nvfp4": 1.0,
 }
 
 
 def load_model(
-    directory: Path,
+    model: Path | ModelFiles,
     *,
     dtype: jnp.dtype,
     config: ModelConfig | None = None,
@@ -307,58 +333,105 @@ def load_model(
     progress: Progress | None = None,
     load_format: LoadFormat = "auto",
 ) -> LoadedModel:
-    """Load a checkpoint directory (see hub.resolve) in `dtype`, over `mesh` or on the first device.
+    """Load a model in `dtype`, over `mesh` or on the first device.
 
+    model: a directory (see hub.resolve), a GGUF file, or its opened files
     config: used instead of the directory's config.json, for example with another context length.
     load_format: "auto" detects a converted checkpoint (see orbax.convert). Anything else is read as published.
     Raises ModelLoadError if the model is not supported, a file is damaged, or tensors do not fit; it names them all.
     """
     start = time.perf_counter()
-    config = _config(config, directory, mesh)
-    if load_format == "auto" and is_converted(directory):
-        structure = build(as_converted(config, directory), dtype)
-        leaves, read = read_leaves(structure, _shardings(structure, mesh), directory, progress)
-    else:
-        checkpoint = open_checkpoint(directory)
-        structure = build(_as_published(config, checkpoint), dtype)
-        leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
+    files = ModelFiles.open(model)
+    config = _config(config, files, mesh)
+    weights = open_weights(files, config, load_format)
+    structure = build(weights.complete(config), dtype)
+    leaves, read = weights.read(structure, _shardings(structure, mesh), progress)
     jax.block_until_ready(leaves)
-    return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
+    return LoadedModel(structure, leaves, files.directory, read, time.perf_counter() - start)
 
 
 def random_model(
-    directory: Path, *, dtype: jnp.dtype, config: ModelConfig | None = None, mesh: Mesh | None = None, seed: int = 0
+    model: Path | ModelFiles,
+    *,
+    dtype: jnp.dtype,
+    config: ModelConfig | None = None,
+    mesh: Mesh | None = None,
+    seed: int = 0,
 ) -> LoadedModel:
     """Draw the weights of a model on the devices. The directory needs only config.json. See `load_model`.
 
     Raises ModelLoadError if the model is not supported.
     """
     start = time.perf_counter()
-    structure = build(_config(config, directory, mesh), dtype)
+    files = ModelFiles.open(model)
+    structure = build(_config(config, files, mesh), dtype)
     leaves = jax.block_until_ready(random_leaves(structure, _shardings(structure, mesh), seed))
-    return LoadedModel(structure, leaves, directory, 0, time.perf_counter() - start)
+    return LoadedModel(structure, leaves, files.directory, 0, time.perf_counter() - start)
 
 
-def _config(config: ModelConfig | None, directory: Path, mesh: Mesh | None) -> ModelConfig:
-    config = config or read_config(directory)
+def _config(config: ModelConfig | None, files: ModelFiles, mesh: Mesh | None) -> ModelConfig:
+    config = config or read_config(files)
     return config if mesh is None else for_mesh(config, mesh)
 
 
-def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:
+def inspect(model: Path | ModelFiles, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:
     """Check the files of a checkpoint and return its structure. Raises ModelLoadError.
 
     It reads no weight except an output head beside a table of embeddings, see `_as_published`.
     """
-    if is_converted(directory):
-        return build(as_converted(config, directory), dtype)
-    checkpoint = open_checkpoint(directory)
-    structure = build(_as_published(config, checkpoint), dtype)
-    check_complete(structure, checkpoint)
+    weights = open_weights(ModelFiles.open(model), config)
+    structure = build(weights.complete(config), dtype)
+    weights.check(structure)
     return structure
 
 
+class Format(Protocol):
+    """The weights of a model's files in one format."""
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        """Return the config with what only the weights tell, such as their quantization and whether there is a head."""
+        ...
+
+    def check(self, structure: ModelStructure) -> None:
+        """Raise ModelLoadError if the tensors do not fit the model. Reads no values of weights."""
+        ...
+
+    def read(
+        self, structure: ModelStructure, shardings: list[Sharding], progress: Progress | None = None
+    ) -> tuple[tuple[jax.Array, ...], int]:
+        """Return the leaves, each device's own part on it, and the bytes read. Raises ModelLoadError."""
+        ...
+
+
+def open_weights(files: ModelFiles, config: ModelConfig, load_format: LoadFormat = "auto") -> Format:
+    """Open the weights of a model's files. load_format: see `load_model`. Raises ModelLoadError."""
+    if load_format == "auto" and files.format == "orbax":
+        return Converted(files.directory, files.manifest)
+    return Published(open_checkpoint(files.directory).renamed(config.tensor_names))
+
+
+@dataclass(frozen=True)
+class Published:
+    """The tensors of safetensors files or of a GGUF file, by the names of the modules here: a Format."""
+
+    checkpoint: Checkpoint
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        return _as_published(config, self.checkpoint)
+
+    def check(self, structure: ModelStructure) -> None:
+        check_complete(structure, self.checkpoint)
+
+    def read(
+        self, structure: ModelStructure, shardings: list[Sharding], progress: Progress | None = None
+    ) -> tuple[tuple[jax.Array, ...], int]:
+        if unused := self.checkpoint.unused(structure.config.ignored_tensors):
+            logger.info("%s: tensors that are not used: %s", self.checkpoint.directory, ", ".join(unused))
+        return _read_leaves(structure, shardings, self.checkpoint, progress)
+
+
 def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Return the config completed from the files: which weights are FP8, and whether there is an output head.
+    """Return the config completed from the files: which weights are FP8, the form of experts, whether there is a head.
 
     An embedding model may be published without an output head. As in transformers, a head that differs from the table
     of embeddings is used even if config.json ties them.
@@ -366,15 +439,33 @@ def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     headless = checkpoint.bare and _HEAD not in checkpoint.tensors
     tied = headless or (config.tie_word_embeddings and not has_own_head(checkpoint))
     form = config.stored_form
-    if form is not None and form.method == "fp8":
-        form = dataclasses.replace(form, found=fp8_modules(checkpoint.tensors))
+    if form is not None and not form.is_integer and form.method != "gpt-oss":
+        form = found_form(form, checkpoint.tensors)
     if form is not None and form.method in ("gptq", "awq"):
         kinds = {name.rpartition(".")[2] for name in checkpoint.tensors}
         # inputs in order need no g_idx; without zeros the middle of the quantized values is 0
         form = dataclasses.replace(
             form, indexed=form.permuted or "g_idx" in kinds, zeros=not form.symmetric or "qzeros" in kinds
         )
-    return config.replace(stored_form=form, tie_word_embeddings=tied)
+    experts = _form_of_experts(config, checkpoint)
+    has_tower = any(name.startswith("visual.") for name in checkpoint.tensors)
+    vision = config.vision if has_tower else None  # a language model that was saved alone
+    return config.replace(stored_form=form, tie_word_embeddings=tied, packed_experts=experts, vision=vision)
+
+
+def _form_of_experts(config: ModelConfig, checkpoint: Checkpoint) -> PackedExperts:
+    """Return ModelConfig.packed_experts by the files: the hub's form of a family and transformers' own may differ."""
+    if config.moe is None or config.packed_experts not in ("none", "rows", "columns"):
+        return config.packed_experts
+    packed = next((each for name, each in checkpoint.tensors.items() if name.endswith(".experts.gate_up_proj")), None)
+    if packed is None:
+        each = any(name.endswith(f".experts.0.{config.moe.names.experts[0]}.weight") for name in checkpoint.tensors)
+        return "none" if each else config.packed_experts
+    rows = packed.shape == (config.moe.num_experts, 2 * config.moe.ffn, config.hidden_size)
+    columns = packed.shape == (config.moe.num_experts, config.hidden_size, 2 * config.moe.ffn)
+    if rows == columns:
+        return config.packed_experts
+    return "rows" if rows else "columns"
 
 
 def has_own_head(checkpoint: Checkpoint) -> bool:
@@ -406,12 +497,19 @@ def _read_leaves(
     sizes = [reader.stored_bytes(specs[0]) for specs in parameters]
     leaves, done = [], 0
     with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
-        read = functools.partial(read_parameter, read=reader.read, codes=reader.read_codes, order=reader.read_order)
+        read = functools.partial(
+            read_parameter,
+            read=reader.read,
+            codes=reader.read_codes,
+            order=reader.read_order,
+            scale=reader.read_tensor_scale,
+        )
         for found, size in zip(pool.map(read, parameters, placed), sizes, strict=True):
             leaves += found
             done += size
             if progress is not None:
                 progress(done, sum(sizes))
+    checkpoint.check_unchanged()
     return tuple(leaves), done
 
 
@@ -495,6 +593,8 @@ def _random_codes(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Ar
         return draw(key, spec.shape, spec.dtype)
     if role == "order":
         return jnp.arange(spec.shape[0], dtype=spec.dtype, device=sharding)
+    if role == "tensor_scale":
+        return jnp.full(spec.shape, RANDOM_STDDEV / 2.9, spec.dtype, device=sharding)
     middle = MIDDLE if kind == "int4" else 0
     number = middle if role == "zeros" else _RANDOM_SCALES[kind]
     return jnp.full(spec.shape, number, spec.dtype, device=sharding)

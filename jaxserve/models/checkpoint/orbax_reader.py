@@ -7,7 +7,6 @@ reader copies every byte two more times, which is most of its time for weights i
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import zlib
@@ -25,10 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
-from jaxserve.models.checkpoint.quantization import FoundModules as ModuleNames
+from jaxserve.models.checkpoint.float_formats import FLOAT_METHODS, of_modules
 from jaxserve.models.checkpoint.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec
 
 BUFFER = 32 * 2**20  # bytes per read, if the file cannot be read into the result directly
@@ -144,7 +144,7 @@ def _sizes(found: Mapping[str, object], key: str) -> tuple[int, ...]:
 MANIFEST_NAME = "jaxserve.json"
 MANIFEST_FORMAT = 4  # version of the manifest; 3 added checksums, 4 the form of the weights
 _READ = (3, MANIFEST_FORMAT)
-_HELD = ("none", "stored", "int8", "fp8", "int4")
+_HELD = ("none", "stored", "int8", "fp8", "int4", "mxfp4", "nvfp4")
 MAX_REPEAT = 1024  # copies of a kv head, at most one per device
 
 
@@ -155,20 +155,21 @@ def is_converted(directory: Path) -> bool:
 def manifest_of(structure: ModelStructure) -> dict[str, Any]:
     """Return the manifest of a model without its checksums."""
     shapes, config = {spec.name: list(spec.shape) for spec in structure.specs}, structure.config
-    found = None if config.stored_form is None else config.stored_form.found
-    form = {"quantization": config.quantization, "quantized_modules": None if found is None else sorted(found)}
+    form = {"quantization": config.quantization, "quantized_modules": _modules(config.stored_form)}
     form |= {"quantized_head": config.quantized_head}
     return {"format": MANIFEST_FORMAT, "kv_repeat": config.kv_repeat, "shapes": shapes} | form
 
 
-def held_quantization(directory: Path) -> str:
-    """Return the ModelConfig.quantization that a converted checkpoint was written with. Raises ModelLoadError."""
-    return read_manifest(directory)["quantization"]
+def _modules(form: StoredForm | None) -> list[str] | dict[str, list[str]] | None:
+    """Return the names of quantized modules: of FP8 a list, of other floating-point formats the lists of each."""
+    found = {} if form is None else {one.method: sorted(one.found or ()) for one in form.forms or (form,)}
+    if form is None or (form.found is None and not form.forms):
+        return None
+    return found["fp8"] if form.method == "fp8" else found
 
 
-def as_converted(config: ModelConfig, directory: Path) -> ModelConfig:
+def as_converted(config: ModelConfig, directory: Path, manifest: Mapping[str, Any]) -> ModelConfig:
     """Return the config with the form of a converted checkpoint. Raises ModelLoadError if `config` asks for another."""
-    manifest = read_manifest(directory)
     held, modules = manifest["quantization"], manifest["quantized_modules"]
     if config.quantization not in ("none", "stored", held):
         raise ModelLoadError(
@@ -179,13 +180,19 @@ def as_converted(config: ModelConfig, directory: Path) -> ModelConfig:
     if held == "stored" and form is None:
         raise ModelLoadError(f"{directory}: config.json does not describe the quantised weights", fix=FIX)
     if form is not None and modules is not None:
-        form = dataclasses.replace(form, found=ModuleNames(modules))
+        form = of_modules(form, modules if isinstance(modules, dict) else {"fp8": modules})
     tied = config.tie_word_embeddings
     if not (config.bidirectional or config.labels):
         tied = not any(name.startswith("lm_head.") for name in manifest["shapes"])
     return config.replace(
         quantization=held, quantized_head=manifest["quantized_head"], stored_form=form, tie_word_embeddings=tied
     )
+
+
+def _are_modules(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(method in FLOAT_METHODS and isinstance(names, list) for method, names in value.items())
+    return isinstance(value, list | None)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -196,8 +203,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         if manifest["format"] not in _READ:
             raise ValueError(f"it has format {str(manifest['format'])[:20]}, this version reads {_READ}")
         manifest = {"quantization": "none", "quantized_modules": None, "quantized_head": False} | manifest
-        if manifest["quantization"] not in _HELD or not isinstance(manifest["quantized_modules"], list | None):
-            raise ValueError(f"'quantization' must be one of {', '.join(_HELD)}, and 'quantized_modules' a list")
+        if manifest["quantization"] not in _HELD or not _are_modules(manifest["quantized_modules"]):
+            raise ValueError(
+                f"'quantization' must be one of {', '.join(_HELD)}, and 'quantized_modules' lists of names"
+            )
         if not isinstance(manifest["quantized_head"], bool):
             raise ValueError("'quantized_head' must be true or false")
         manifest["shapes"] = {str(name): tuple(shape) for name, shape in manifest["shapes"].items()}
@@ -216,14 +225,28 @@ READERS = 4  # threads; numpy copies without holding the GIL
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
-def read_leaves(
-    structure: ModelStructure, shardings: list[Sharding], directory: Path, progress: Progress | None = None
-) -> tuple[tuple[jax.Array, ...], int]:
-    """Read the parameters in the structure's dtypes. Returns them and the bytes read.
+@dataclass(frozen=True)
+class Converted:
+    """The weights of a converted directory: a `loader.Format`."""
 
-    Each device reads its own part of the files. Raises ModelLoadError if they belong to another model or are damaged.
-    """
-    manifest = read_manifest(directory)
+    directory: Path
+    manifest: Mapping[str, Any]
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        return as_converted(config, self.directory, self.manifest)
+
+    def check(self, structure: ModelStructure) -> None:
+        """Raise ModelLoadError if the arrays are not this model's, or an array cannot be read."""
+        _arrays(structure, self.directory, self.manifest)
+
+    def read(
+        self, structure: ModelStructure, shardings: list[Sharding], progress: Progress | None = None
+    ) -> tuple[tuple[jax.Array, ...], int]:
+        return _read_leaves(structure, shardings, self.directory, self.manifest, progress)
+
+
+def _arrays(structure: ModelStructure, directory: Path, manifest: Mapping[str, Any]) -> list[ZarrArray]:
+    """Open the array of each leaf. Raises ModelLoadError if they belong to another model."""
     stored = _stored_shapes(structure, manifest, directory)
     sums = manifest["checksums"]
     arrays = [open_array(directory / ARRAYS / spec.name, sums.get(spec.name, {})) for spec in structure.specs]
@@ -232,6 +255,21 @@ def read_leaves(
             raise ModelLoadError(f"{array.directory} cannot be read: its shape is {list(array.shape)}", fix=FIX)
         if spec.packing is not None and array.dtype != spec.dtype:
             raise ModelLoadError(f"{array.directory} cannot be read: it has {array.dtype}, not {spec.dtype}", fix=FIX)
+    return arrays
+
+
+def _read_leaves(
+    structure: ModelStructure,
+    shardings: list[Sharding],
+    directory: Path,
+    manifest: Mapping[str, Any],
+    progress: Progress | None,
+) -> tuple[tuple[jax.Array, ...], int]:
+    """Read the parameters in the structure's dtypes. Returns them and the bytes read.
+
+    Each device reads its own part of the files. Raises ModelLoadError if they belong to another model or are damaged.
+    """
+    arrays = _arrays(structure, directory, manifest)
 
     def read(spec: ParamSpec, sharding: Sharding, array: ZarrArray) -> jax.Array:
         if array.shape == spec.shape:
@@ -258,7 +296,9 @@ def _placed(array: ZarrArray, sharding: Sharding, spec: ParamSpec) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, read, dtype=spec.dtype)
 
 
-def _stored_shapes(structure: ModelStructure, manifest: dict[str, Any], directory: Path) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(
+    structure: ModelStructure, manifest: Mapping[str, Any], directory: Path
+) -> dict[str, tuple[int, ...]]:
     """Return the manifest's shapes. Raises ModelLoadError unless they fit this model, with the manifest's kv_repeat."""
     shapes = manifest["shapes"]
     expected = {spec.name: _shape_with(spec, structure.config, manifest["kv_repeat"]) for spec in structure.specs}

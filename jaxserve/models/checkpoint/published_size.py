@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxserve.models.checkpoint.quantization import MXFP4_GROUP, code_bytes
+from jaxserve.models.checkpoint.float_formats import float_bytes
+from jaxserve.models.checkpoint.quantization import code_bytes
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.stored_form import HELD_BLOCKS
 from jaxserve.models.weights import Part
 
 _NEVER = ("embed_tokens", "lm_head", "norm", ".gate.")  # embeddings, head, norms and routers are not quantized
-_SCALE_BYTES = 4
 _HALF_BYTES = 2  # bytes of an unquantized value in a quantized checkpoint; gpt-oss does not state it
 
 
@@ -54,21 +54,18 @@ def _num_bytes(part: Part, config: ModelConfig, plain: int) -> int:
         held = HELD_BLOCKS.get(form.type_of[_module(part)])
         return count * plain if held is None else int(count * held.stored / 8)
     if part.mxfp4:
-        return count // 2 + count // MXFP4_GROUP
-    if form is None or form.method == "mxfp4" or not _is_quantised(part) or form.is_wide(_module(part)):
+        return float_bytes(part, "gpt-oss", config.weight_block)
+    own = None if form is None or form.method == "gpt-oss" else form.of(_module(part))
+    if own is None or not _is_quantised(part, head=form is not None and form.method == "mixed"):
         return count * plain
-    if form.is_integer:
-        return code_bytes(part, form)
-    return count + _SCALE_BYTES * _num_scales(part, config.weight_block)
+    return float_bytes(part, own.method, config.weight_block) if own.is_float else code_bytes(part, own)
 
 
 def _module(part: Part) -> str:
     return part.name.removesuffix(".weight")
 
 
-def _is_quantised(part: Part) -> bool:
-    return len(part.shape) >= 2 and not any(word in part.name for word in _NEVER)
-
-
-def _num_scales(part: Part, block: tuple[int, int] | None) -> int:
-    return 1 if block is None else math.prod(-(-n // b) for n, b in zip(part.shape, block, strict=True))
+def _is_quantised(part: Part, *, head: bool) -> bool:
+    """Return whether a part may be quantized. head: a mixture may name the output head"""
+    never = any(word in part.name for word in _NEVER if not (head and word == "lm_head"))
+    return len(part.shape) >= 2 and not never

@@ -2,16 +2,14 @@
 
 Contents, in order:
 
-1. `read_quantization`, `read_stored_form`: the `quantization_config` of a checkpoint, as a StoredForm. Integers
-   (compressed-tensors, GPTQ, AWQ, GGUF), FP8 and MXFP4 are supported; other forms are refused. The files' headers tell
-   which weights are E4M3; for a plan without files the configuration does.
+1. `read_stored_form`: the `quantization_config` of a checkpoint, as a StoredForm. Integers
+   (compressed-tensors, GPTQ, AWQ, GGUF), FP8, MXFP8, MXFP4 and NVFP4 are supported; other forms are refused. The files'
+   headers tell which weights have which floating-point format; for a plan without files the configuration does.
 2. `encode`: float32 weights to quantized values and scales (see `ops.quantized`).
 3. `read_parameter`: the leaves of a quantized parameter, from any reader of unquantized weights. Each rectangle is read
    and encoded once, a few rows at a time, so that loading takes little more memory than the result.
 4. `Codes`, `read_codes`: integer weights as quantized values, scales and zeros; the names of their tensors, and how
-   values are packed.
-5. `decode_fp8`, `fp8_codes`, `decode_mxfp4`, `mxfp4_codes`: published FP8 (block, channel or tensor scales) and MXFP4
-   weights, dequantized while they are read or kept quantized. Only the rectangle that a device needs is read.
+   values are packed. `float_formats` has the same of floating-point weights.
 """
 
 from __future__ import annotations
@@ -20,71 +18,39 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import as_integer, read_object
-from jaxserve.models.checkpoint.checkpoint import Tensor
-from jaxserve.models.checkpoint.gguf import Unpacked, published_config
+from jaxserve.model_files import as_integer
+from jaxserve.models.checkpoint.float_formats import E4M3, Block, Tensors, float_form, float_tensors, format_of
+from jaxserve.models.checkpoint.gguf import Unpacked
 from jaxserve.models.checkpoint.read_config import Json, shown
 from jaxserve.models.checkpoint.safetensors_file import empty_aligned
-from jaxserve.models.stored_form import ModuleNames, StoredForm, linear_pattern
+from jaxserve.models.stored_form import Method, ModuleNames, StoredForm, linear_pattern
 from jaxserve.models.weights import Packing, ParamSpec, Part
 from jaxserve.ops.quantized import BLOCK, MIDDLE
 from jaxserve.text.stop import check_pattern
 
 _INTEGER_FORMATS = ("int-quantized", "pack-quantized")
-_FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense")
-_BESIDE = MappingProxyType(
-    {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+_FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense", "mixed-precision", "mxfp8-quantized")
+_FP4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+# modelopt's names of formats; W4A16 means that activations are not quantized
+_ALGORITHMS: Mapping[str, Method] = MappingProxyType(
+    {"FP8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4"}
 )
+_MIXED = "MIXED_PRECISION"
 _IGNORED = ("ignore", "exclude_modules")
 _PERMUTED = ("group", "dynamic")  # the words of `actorder` for groups that are not successive inputs
 _HEAD = "lm_head"
 _GLOB = re.compile(r"\[!?[\w.-]+\]|.", re.DOTALL)
 _BY = re.compile(r"\d{1,7}x\d{1,7}")
-
-
-def read_quantization(path: Path) -> dict[str, Any]:
-    """Return the quantization entry of a config.json, the hf_quant_config.json beside it, or a GGUF file; {}: none.
-
-    Raises ModelLoadError for a quantization that is not supported.
-    """
-    inside = published_config(path).get("quantization_config")
-    found = read_quantization_beside(path) if inside is None else inside or {}
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{path}: 'quantization_config' must be an object")
-    if found.get("quant_algo") not in (None, "FP8"):
-        raise ModelLoadError(
-            f"quantization {found['quant_algo']!r} is not supported (supported: FP8, MXFP4 of gpt-oss)"
-        )
-    return found
-
-
-def read_quantization_beside(path: Path) -> dict[str, Any]:
-    """Return the file beside a config.json in which modelopt, AutoGPTQ or AutoAWQ describes the weights; {}: none.
-
-    Raises ModelLoadError.
-    """
-    for name, method in _BESIDE.items():
-        file = path.with_name(name)
-        if not file.is_file():
-            continue
-        found = read_object(file)
-        found = found.get("quantization") or {} if method == "modelopt" else found
-        if not isinstance(found, dict):
-            raise ModelLoadError(f"{file}: 'quantization' must be an object")
-        return {"quant_method": method} | found if found else {}
-    return {}
 
 
 def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -> StoredForm | None:
@@ -95,15 +61,20 @@ def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -
     match quantization.get("quant_method"):
         case "compressed-tensors":
             return _compressed(quantization, block)
-        case "fp8" if quantization.get("fmt", "e4m3") == "e4m3":
+        case "fp8" if quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
+            _only(quantization, "quant_algo", None, "FP8")
             return _fp8(quantization, block)
         case "fbgemm_fp8":
             _check_bound(quantization)
             return _fp8(quantization, None)
-        case "modelopt" if quantization.get("quant_algo", "FP8") == "FP8":
-            return _fp8(quantization, block)
+        case "modelopt":
+            return _modelopt(quantization, block)
+        case None if quantization.get("quant_algo") is not None:  # as older versions of modelopt write it
+            return _modelopt(quantization, block)
+        case "quark":
+            return _quark(quantization)
         case "mxfp4":
-            return StoredForm("mxfp4", 4, BLOCK, False)
+            return float_form("gpt-oss")
         case "gptq":
             return _gptq(quantization)
         case "awq":
@@ -121,6 +92,7 @@ def compressed_block(quantization: Json) -> Any:
     if quantization.get("quant_method") != "compressed-tensors":
         return None
     schemes = [scheme for _, scheme in _schemes(quantization) if scheme.get("type") == "float"]
+    schemes = [scheme for scheme in schemes if scheme.get("group_size") is None]  # FP8's
     sizes = [each.get("block_structure") if each.get("strategy") == "block" else None for each in schemes]
     if any(size != sizes[0] for size in sizes):
         raise ValueError(f"'block_structure' differs between groups of layers: {shown(sizes)}")
@@ -142,15 +114,17 @@ def _schemes(found: Json) -> list[tuple[Json, Json]]:
 def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None:
     form, schemes = found.get("format"), _schemes(found)
     _check_transforms(found)
-    if form in _FLOAT_FORMATS and not any(scheme.get("type") == "int" for _, scheme in schemes):
-        for _, scheme in schemes:
-            _only(scheme, "type", None, "float")
-            _only(scheme, "num_bits", None, 8)
-            _only(scheme, "strategy", None, "tensor", "channel", "block")
-        return _fp8(found, block) if form in ("float-quantized", "naive-quantized") else None
+    floats = not any(scheme.get("type") == "int" for _, scheme in schemes)
+    if form in (*_FLOAT_FORMATS, *_FP4_FORMATS) and floats:
+        if form in (None, "dense"):
+            for _, scheme in schemes:
+                _scheme_method(scheme)
+            return None
+        return _groups(found, schemes, block)
     if form not in _INTEGER_FORMATS:
         raise ValueError(
-            f"compressed-tensors {shown(form)} is not supported (supported: {', '.join(_INTEGER_FORMATS)})"
+            f"compressed-tensors {shown(form)} is not supported (supported: "
+            f"{', '.join((*_INTEGER_FORMATS, *_FP4_FORMATS, *filter(None, _FLOAT_FORMATS)))})"
         )
     if len(schemes) != 1:
         raise ValueError(f"'config_groups' has {len(schemes)} groups, and only one form for all layers is supported")
@@ -173,6 +147,108 @@ def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None
     return StoredForm(form, bits, _group(size), zeros, ignored, permuted=permuted, rounds_activations=rounds)
 
 
+def _groups(found: Json, schemes: list[tuple[Json, Json]], block: tuple[int, int] | None) -> StoredForm:
+    """Return the form of groups of layers with floating-point weights, of one format or of several."""
+    targets: list[tuple[Method, ModuleNames | None]] = [
+        (_scheme_method(scheme), _targets(group)) for group, scheme in schemes
+    ]
+    return _form_of(found, targets or [("fp8", None)], block)
+
+
+def _scheme_method(scheme: Json) -> Method:
+    """Return the format of a group's weights. Raises ValueError if it is not supported."""
+    _only(scheme, "type", None, "float")
+    _only(scheme, "num_bits", None, 4, 8)
+    size = as_integer(scheme.get("group_size"))
+    if scheme.get("num_bits") == 4:
+        _only(scheme, "group_size", 16, 32)
+        _only(scheme, "strategy", None, "tensor_group" if size == 16 else "group")
+        return "nvfp4" if size == 16 else "mxfp4"
+    if size == BLOCK and scheme.get("strategy") in (None, "group"):
+        return "mxfp8"
+    _only(scheme, "strategy", None, "tensor", "channel", "block")
+    return "fp8"
+
+
+def _targets(group: Json) -> ModuleNames | None:
+    """Return the modules of a group of layers. None: all linear layers that no other group names"""
+    names = _names(group, "targets")
+    return None if not names or "Linear" in names else _within(names)
+
+
+def _within(entries: Iterable[str]) -> ModuleNames:
+    """Return the names of modules, or of modules that have them inside, such as `mlp.experts`. re: an expression"""
+    entries = list(entries)
+    plain = tuple(entry for entry in entries if not entry.startswith("re:") and not _is_glob(entry))
+    others = _module_names([entry for entry in entries if entry not in set(plain)])
+    return dataclasses.replace(others, parts=plain)
+
+
+def _form_of(
+    found: Json, targets: Iterable[tuple[Method, ModuleNames | None]], block: tuple[int, int] | None
+) -> StoredForm:
+    """Return the form of a checkpoint whose layers have these formats: a mixture if they are several.
+
+    The output head is unquantized unless it is named.
+    """
+    whole = _fp8(found, block)
+
+    def one(method: Method, modules: ModuleNames | None) -> StoredForm:
+        form = whole if method == "fp8" else float_form(method)
+        names = whole.unquantized
+        if modules is not None:
+            names = dataclasses.replace(names, names=tuple(name for name in names.names if name != _HEAD))
+        return dataclasses.replace(form, unquantized=names, targets=modules)
+
+    forms = sorted((one(*each) for each in targets), key=lambda form: form.targets is None)
+    if len(forms) == 1:
+        return forms[0]
+    rounds = any(form.rounds_activations for form in forms)
+    return StoredForm("mixed", 4, None, False, forms=tuple(forms), rounds_activations=rounds)
+
+
+def _modelopt(found: Json, block: tuple[int, int] | None) -> StoredForm:
+    """Read modelopt's `quant_algo`. Raises ValueError for one that is not supported."""
+    algorithm = found.get("quant_algo", "FP8")
+    if algorithm != _MIXED:
+        return _form_of(found, [(_algorithm(found), None)], block)
+    layers: Any = found.get("quantized_layers")
+    if layers is None:
+        return _groups(found, _schemes(found), block)
+    if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
+        raise ValueError(f"'quantized_layers' must be an object of objects, not {shown(layers)}")
+    named: dict[Method, list[str]] = {}
+    for name, layer in layers.items():
+        named.setdefault(_algorithm(layer), []).append(name)
+    return _form_of(found, [(method, _within(names)) for method, names in sorted(named.items())], block)
+
+
+def _algorithm(found: Json) -> Method:
+    """Return the format of modelopt's name of it, with its group. Raises ValueError if it is not supported."""
+    name = found.get("quant_algo", "FP8")
+    if name not in _ALGORITHMS:
+        names = ", ".join((*_ALGORITHMS, _MIXED))
+        raise ValueError(f"quantization {shown(name)} is not supported (supported: {names})")
+    if _ALGORITHMS[name] == "nvfp4":
+        _only(found, "group_size", None, 16)
+    return _ALGORITHMS[name]
+
+
+def _quark(found: Json) -> StoredForm:
+    """Read quark's configuration of MXFP4. Raises ValueError for another one, also of single layers."""
+    _only(found, "layer_quant_config", None, {})
+    _only(found, "layer_type_quant_config", None, {})
+    whole = found.get("global_quant_config") or {}
+    weight = whole.get("weight") if isinstance(whole, dict) else None
+    if not isinstance(weight, dict):
+        raise ValueError(f"'global_quant_config' must have an object 'weight', not {shown(weight)}")
+    _only(weight, "dtype", "fp4")
+    _only(weight, "qscheme", "per_group")
+    _only(weight, "group_size", BLOCK)
+    _only(weight, "scale_format", "e8m0")
+    return dataclasses.replace(float_form("mxfp4"), unquantized=_module_names([_HEAD, *_names(found, "exclude")]))
+
+
 def _check_transforms(found: Json) -> None:
     """Raise ValueError if activations are transformed (QuIP, SpinQuant). Stored weights include their transforms."""
     groups = (found.get("transform_config") or {}).get("config_groups") or {}
@@ -185,14 +261,18 @@ def _rounds_activations(found: Json) -> bool:
     match found.get("quant_method"):
         case "compressed-tensors":
             activations = [group.get("input_activations") for group, _ in _schemes(found)]
+            if any(scheme.get("type") == "float" and scheme.get("num_bits") == 4 for _, scheme in _schemes(found)):
+                return False  # activations of 4 bits are not computed, and its scales of them are not read
             for each in activations:
                 if each is not None and not (isinstance(each, dict) and each.get("num_bits") == 8):
                     raise ValueError(
                         f"'input_activations' of a quantised checkpoint is {shown(each)} (supported: 8 bits)"
                     )
             return any(activations)
-        case "fbgemm_fp8" | "modelopt":
+        case "fbgemm_fp8":
             return True
+        case "modelopt" | None:
+            return found.get("quant_algo", "FP8") == "FP8"
     return found.get("activation_scheme") in ("dynamic", "static")
 
 
@@ -314,7 +394,6 @@ def _of_glob(match: re.Match[str]) -> str:
     return {"*": ".*", "?": "."}.get(text, re.escape(text))
 
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 # The factors of an octave that are tried for a scale of E4M3. They halve the squared error of a single one.
 _FACTORS = 2.0 ** np.linspace(0, 1, 16, endpoint=False, dtype=np.float32)
 _FOUR_BITS = np.float32(2**20 + 1)  # see T. J. Dekker, "A floating-point technique for extending the precision", 1971
@@ -323,12 +402,61 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
 def encode(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return quantized values and scales of float32 weights [..., K]. kind: int8, fp8 or int4
+    """Return quantized values and scales of float32 weights [..., K], of NVFP4 divided by the scale of their tensor.
 
-    If a group has NaN or infinity, its scale is not finite, so its products are not finite either.
+    kind: int8, fp8, int4, mxfp4 or nvfp4. If a group has NaN or infinity, its scale is not finite, so its products are
+    not finite either.
     """
-    with np.errstate(invalid="ignore"):
-        return _encode(wide, kind, group)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _encode_e2m1(wide, kind, group) if kind in ("mxfp4", "nvfp4") else _encode(wide, kind, group)
+
+
+_NUMBER_CODES = np.array([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], np.uint8)  # of twice a magnitude of E2M1
+_LARGEST_E4M3 = 448.0
+# The scales of E4M3 that are tried for a group of NVFP4, from the one that makes its largest weight 7.5 upwards: an
+# octave and a bit. The least squared error is 12 % below that of 6 alone. Those of MXFP4 are powers of 2.
+_TRIED = 10
+
+
+def _encode_e2m1(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.ndarray]:
+    groups = wide.reshape(*wide.shape[:-1], -1, group)
+    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    best, scales, least = np.zeros_like(groups), np.zeros_like(largest), np.full_like(largest, np.inf)
+    for tried in scales_of_mxfp4(largest) if kind == "mxfp4" else scales_of_nvfp4(largest):
+        numbers = rounded_to_e2m1(groups / tried)
+        off = numbers * tried - groups
+        squares = np.einsum("...gk,...gk->...g", off, off)[..., None]
+        better = squares < least
+        np.copyto(best, numbers, where=better)
+        np.copyto(scales, tried, where=better)
+        np.copyto(least, squares, where=better)
+    bad = ~np.isfinite(largest)
+    codes = _NUMBER_CODES[(np.abs(best) * 2).astype(np.uint8)] | np.signbit(best).astype(np.uint8) << 3
+    values = pack(codes.reshape(wide.shape), min(BLOCK, group))
+    if kind == "mxfp4":
+        exponents = np.where(bad, 255, np.frexp(scales)[1] + 126)
+        return values, exponents[..., 0].astype(np.uint8)
+    return values, np.where(bad, np.nan, scales)[..., 0].astype(E4M3)
+
+
+def scales_of_mxfp4(largest: np.ndarray) -> list[np.ndarray]:
+    """Return the two powers of 2 that may be the best scale of a group with this magnitude: [..., 1]."""
+    exponent = np.clip(np.frexp(largest)[1] - 3, -126, 125)  # the magnitude is from 4 to 8 times the smaller scale
+    return [np.ldexp(np.float32(1), exponent + more) for more in (0, 1)]
+
+
+def scales_of_nvfp4(largest: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the scales of E4M3, as float32, that may be the best of a group with this magnitude: [..., 1]."""
+    least = np.minimum(largest / np.float32(7.5), _LARGEST_E4M3).astype(E4M3).view(np.uint8).astype(np.int32)
+    for more in range(_TRIED):
+        yield np.clip(least + more, 1, 126).astype(np.uint8).view(E4M3).astype(np.float32)
+
+
+def rounded_to_e2m1(numbers: np.ndarray) -> np.ndarray:
+    """Round float32 numbers to the nearest of E2M1, ties to even, and those beyond 6 to 6."""
+    magnitude = np.abs(numbers)
+    step = np.where(magnitude < 2, np.float32(0.5), np.where(magnitude < 4, np.float32(1), np.float32(2)))
+    return np.copysign(np.minimum(np.rint(magnitude / step) * step, np.float32(6)), numbers)
 
 
 def _encode(wide: np.ndarray, kind: str, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -382,9 +510,9 @@ def _no_zeros(scales: np.ndarray) -> np.ndarray:
     return np.where(scales == 0, 1, scales).astype(np.float32)
 
 
-def pack(values: np.ndarray) -> np.ndarray:
-    """Pack 4-bit values uint8 [..., K] in blocks of 32 -> uint8 [..., K / 2], see `Quantized.values`."""
-    blocks = values.reshape(*values.shape[:-1], -1, 2, BLOCK // 2)
+def pack(values: np.ndarray, block: int = BLOCK) -> np.ndarray:
+    """Pack 4-bit values uint8 [..., K] in blocks -> uint8 [..., K / 2], see `Quantized.values`."""
+    blocks = values.reshape(*values.shape[:-1], -1, 2, block // 2)
     return (blocks[..., 0, :] | blocks[..., 1, :] << 4).reshape(*values.shape[:-1], -1)
 
 
@@ -392,6 +520,7 @@ Bounds = tuple[tuple[int, int], ...]
 Read = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]  # a parameter and a rectangle -> its weights
 ReadCodes = Callable[[ParamSpec, tuple[slice, ...], Packing], dict[str, np.ndarray]]  # -> {role: array}
 ReadOrder = Callable[[ParamSpec], np.ndarray]  # a parameter -> its inputs sorted by group
+ReadScale = Callable[[Part], np.ndarray | np.float32]  # a part -> the scale of its tensor
 ENCODED_BYTES = 2**20  # bytes of float32 that are encoded at a time, by each of four threads
 
 
@@ -407,12 +536,14 @@ def read_parameter(
     read: Read,
     codes: ReadCodes | None = None,
     order: ReadOrder | None = None,
+    scale: ReadScale | None = None,
 ) -> tuple[jax.Array, ...]:
     """Make the leaves of one parameter, placed by `shardings`.
 
-    codes, order: read quantized values and the order of inputs from the checkpoint
+    codes, order, scale: read quantized values, the order of inputs and the scales of tensors from the checkpoint
     """
     encoded: dict[Bounds, dict[str, np.ndarray]] = {}
+    of_tensors = _tensor_scales(specs, read, scale)
 
     def part(spec: ParamSpec, index: tuple[slice, ...] | None) -> np.ndarray:
         """Return the values of one leaf at `index`. Leaves of the same rectangle share the work."""
@@ -422,6 +553,9 @@ def read_parameter(
         if spec.packing.role == "order":
             assert order is not None
             return order(spec.wide())[index]
+        if spec.packing.role == "tensor_scale":
+            assert of_tensors is not None
+            return of_tensors[index]
         bounds = _wide_bounds(spec, index)
         if spec.shape[-1] == 1:  # a row's only scale was read with some of its values
             bounds = next((each for each in encoded if each[:-1] == bounds[:-1]), bounds)
@@ -431,7 +565,7 @@ def read_parameter(
                 assert codes is not None
                 encoded[bounds] = codes(spec.wide(), index, spec.packing)
             else:
-                encoded[bounds] = _encoded(specs, bounds, read)
+                encoded[bounds] = _encoded(specs, bounds, read, of_tensors)
         return encoded[bounds][spec.packing.role]
 
     def leaf(spec: ParamSpec, sharding: Sharding) -> jax.Array:
@@ -450,12 +584,48 @@ def _wide_bounds(spec: ParamSpec, index: tuple[slice, ...]) -> Bounds:
     return (*rows, (first * numbers, last * numbers))
 
 
-def _encoded(specs: Sequence[ParamSpec], bounds: Bounds, read: Read) -> dict[str, np.ndarray]:
+def _tensor_scales(specs: Sequence[ParamSpec], read: Read, stored: ReadScale | None) -> np.ndarray | None:
+    """Return the leaf of the scales of a parameter's tensors, which are read or chosen; None: it has none.
+
+    A chosen one makes the largest weight of a tensor the largest number of E2M1 times that of E4M3.
+    """
+    spec = next((each for each in specs if each.packing is not None and each.packing.role == "tensor_scale"), None)
+    if spec is None or spec.packing is None:
+        return None
+    out = empty_aligned(spec.shape, np.dtype(np.float32))
+    for part in spec.parts:
+        corner = zip(part.start, part.view, spec.shape, strict=True)
+        place = tuple(slice(None) if size == 1 else slice(first, first + view) for first, view, size in corner)
+        if spec.packing.stored:
+            assert stored is not None
+            out[place] = stored(part)
+        else:
+            out[place] = _no_zeros(np.asarray(_largest(spec.wide(), part, read) / np.float32(6 * _LARGEST_E4M3)))
+    return out
+
+
+def _largest(wide: ParamSpec, part: Part, read: Read) -> np.float32:
+    """Return the largest magnitude of a part's weights, which are read some at a time. NaN if there is one."""
+    axis = next((i for i, size in enumerate(part.view) if size > 1), 0)
+    step = max(1, ENCODED_BYTES // (4 * math.prod(part.view) // part.view[axis]))
+    found = np.float32(0)
+    for first in range(0, part.view[axis], step):
+        last = min(first + step, part.view[axis])
+        bounds = ((first, last) if i == axis else (0, size) for i, size in enumerate(part.view))
+        index = tuple(slice(start + a, start + b) for start, (a, b) in zip(part.start, bounds, strict=True))
+        found = np.maximum(found, np.abs(read(wide, index)).max())
+    return found
+
+
+def _encoded(
+    specs: Sequence[ParamSpec], bounds: Bounds, read: Read, of_tensors: np.ndarray | None
+) -> dict[str, np.ndarray]:
     """Read and encode a rectangle, some indices of its first axis at a time: {role: part of the leaf}."""
     (first, last), *rest = bounds
     wide, packing = specs[0].wide(), specs[0].packing
     assert packing is not None
-    sizes = {spec.packing.role: spec for spec in specs if spec.packing is not None}
+    roles = ("values", "scales")
+    sizes = {spec.packing.role: spec for spec in specs if spec.packing is not None and spec.packing.role in roles}
     *inner, depth = [b - a for a, b in bounds]
     out = {
         role: empty_aligned((*inner, depth * spec.shape[-1] // wide.shape[-1]), np.dtype(spec.dtype))
@@ -464,13 +634,17 @@ def _encoded(specs: Sequence[ParamSpec], bounds: Bounds, read: Read) -> dict[str
     step = max(1, ENCODED_BYTES // (4 * math.prod(b - a for a, b in rest)))
     for a in range(first, last, step):
         b = min(a + step, last)
-        numbers = read(wide, (slice(a, b), *(slice(*bound) for bound in rest)))
+        index = (slice(a, b), *(slice(*bound) for bound in rest))
+        numbers = read(wide, index)
+        if of_tensors is not None:
+            shared = zip(index, of_tensors.shape, strict=True)
+            numbers = numbers / of_tensors[tuple(slice(None) if size == 1 else one for one, size in shared)]
         values, scales = encode(numbers, packing.kind, packing.group)
         out["values"][a - first : b - first], out["scales"][a - first : b - first] = values, scales
     return out
 
 
-Shapes = dict[str, tuple[tuple[int, ...], ...]]
+Shapes = dict[str, tuple[tuple[int, ...], ...]]  # of the tensors of a part
 ReadStored = Callable[[str], np.ndarray]
 
 
@@ -697,122 +871,9 @@ def read_places(part: Part, form: StoredForm, read: ReadStored) -> np.ndarray | 
     return g_idx
 
 
-Block = tuple[int, int]
-
-FP8 = (E4M3, np.dtype(ml_dtypes.float8_e5m2))
-_DAMAGED = "download the checkpoint again"
-MXFP4_GROUP = 32  # values that share a scale, two to a byte
-# E2M1, the low nibble first: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_BYTE = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)  # [256, 2]
-
-
-def stored_tensors(
-    part: Part, tensors: Mapping[str, Tensor], block: Block | None, form: StoredForm | None = None
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return {name: allowed shapes} of the checkpoint tensors that store a part."""
+def stored_tensors(part: Part, tensors: Tensors, block: Block | None, form: StoredForm | None = None) -> Shapes:
+    """Return {name: allowed shapes} of the checkpoint tensors that store a part, whatever its format."""
     if form is not None and is_stored(part, form, tensors):
         return code_tensors(part, form)
-    if part.mxfp4:
-        *lead, last = part.shape
-        groups = (*lead, last // MXFP4_GROUP)
-        return {f"{part.name}_blocks": ((*groups, MXFP4_GROUP // 2),), f"{part.name}_scales": (groups,)}
-    found = {part.name: (part.shape,)}
-    if part.name in tensors and tensors[part.name].dtype in FP8:
-        found |= _scale_tensor(part, block, tensors)
-    return found
-
-
-class FoundModules(frozenset[str]):
-    """Names of modules. Its text is the same in every process, because configs as texts name programs and pages."""
-
-    def __repr__(self) -> str:
-        return repr(sorted(self))
-
-
-def fp8_modules(tensors: Mapping[str, Tensor]) -> FoundModules:
-    """Return the names of the modules whose weights are E4M3."""
-    return FoundModules(name.removesuffix(".weight") for name, info in tensors.items() if info.dtype == E4M3)
-
-
-def _scale_tensor(
-    part: Part, block: Block | None, tensors: Mapping[str, Tensor]
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    rows, name = part.shape[0], f"{part.name}_scale"
-    if block is None:
-        return {name: ((), (1,), (rows,), (rows, 1))}
-    if name not in tensors:  # as compressed-tensors calls it
-        name = f"{part.name}_scale_inv"
-    return {name: (tuple(-(-n // b) for n, b in zip(part.shape, block, strict=True)),)}
-
-
-def decode_fp8(
-    weight: np.ndarray, scale: np.ndarray, block: Block | None, part: Part, region: tuple[slice, ...]
-) -> np.ndarray:
-    """Dequantize the rectangle `region` of a part's view to float32: weight [O, I] times its scale.
-
-    scale: [O / block rows, I / block columns], or per channel [O] or [O, 1], or one for the tensor.
-    """
-    assert part.transpose is None
-    first, last = part.rows or (0, weight.shape[0])
-    rows = np.arange(first, last).reshape(part.view[:-1])[region[:-1]]
-    values = weight[first:last].reshape(part.view)[region].astype(np.float32)
-    if block is None:
-        return values * np.broadcast_to(scale.reshape(-1), weight.shape[:1])[rows][..., None]
-    columns = np.arange(weight.shape[1])[region[-1]]
-    return values * scale[rows // block[0]][..., columns // block[1]]
-
-
-def fp8_codes(weight: np.ndarray, scale: np.ndarray, block: Block | None, group: int) -> Codes:
-    """Return a weight [O, I] as values and scales float32 [O, I / group], see `decode_fp8`. group: divides a block."""
-    rows, depth = weight.shape
-    if block is None:
-        return Codes(weight, np.repeat(np.broadcast_to(scale.reshape(-1), rows)[:, None], depth // group, axis=1), None)
-    columns = np.arange(0, depth, group) // block[1]
-    return Codes(weight, scale[np.arange(rows) // block[0]][:, columns], None)
-
-
-def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray, part: Part, region: tuple[slice, ...]) -> np.ndarray:
-    """Dequantize the rectangle `region` of a part's view to float32: E2M1 values times 2^(scale - 127).
-
-    blocks: uint8 [..., I / 32, 16], two values per byte. scales: uint8 [..., I / 32].
-    """
-    groups = (*part.view[:-1], part.shape[-1] // MXFP4_GROUP)
-    chosen = blocks.reshape(*groups, MXFP4_GROUP // 2)[region[:-1]]
-    powers = np.ldexp(np.float32(1), scales.reshape(groups)[region[:-1]].astype(np.int32) - 127)
-    values = _BYTE[chosen].reshape(*powers.shape, MXFP4_GROUP) * powers[..., None]
-    return values.reshape(*powers.shape[:-1], -1)[..., region[-1]]
-
-
-def mxfp4_codes(blocks: np.ndarray, scales: np.ndarray, part: Part, rows: tuple[slice, ...]) -> dict[str, np.ndarray]:
-    """Return the arrays of leaves by role, of `rows` of a part's view: see `ops.quantized`.
-
-    blocks: uint8 [..., I / 32, 16], scales: uint8 [..., I / 32] -> values uint8 [..., I / 2], scales [..., I / 32].
-    """
-    groups = (*part.view[:-1], part.shape[-1] // MXFP4_GROUP)
-    pairs = blocks.reshape(*groups, MXFP4_GROUP // 2)[rows]
-    first, second = np.split(pairs, 2, axis=-1)  # values 2i and 2i + 1 of each half of a group are in one byte
-    values = np.empty(pairs.shape, np.uint8)
-    values[..., ::2] = (first & 15) | (second << 4)
-    values[..., 1::2] = (first >> 4) | (second & 0xF0)
-    return {"values": values.reshape(*values.shape[:-2], -1), "scales": scales.reshape(groups)[rows]}
-
-
-def check_codes(name: str, weight: np.ndarray) -> None:
-    """Raise ModelLoadError if an FP8 weight E4M3 [O, I] has NaN. E5M2 is not checked."""
-    if weight.dtype == E4M3 and ((weight.view(np.uint8) & 0x7F) == 0x7F).any():
-        raise ModelLoadError(f"{name}: not all numbers are finite", fix=_DAMAGED)
-
-
-def check_scale(name: str, scale: np.ndarray) -> None:
-    """Raise ModelLoadError unless every scale [...] is positive and finite. In uint8 scales 255 is NaN."""
-    if scale.dtype == np.uint8:
-        bad = int((scale == 255).sum())
-    else:
-        values = scale.astype(np.float32)
-        bad = int((~np.isfinite(values) | (values <= 0)).sum())
-    if bad:
-        raise ModelLoadError(
-            f"{name}: {bad} of {math.prod(scale.shape)} scales are no positive numbers",
-            fix=_DAMAGED,
-        )
+    method = format_of(part, tensors)
+    return {part.name: (part.shape,)} if method is None else float_tensors(part, method, tensors, block)

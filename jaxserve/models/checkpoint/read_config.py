@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import as_integer, read_object
-from jaxserve.models.pooling import PoolingConfig, sentence_modules
-from jaxserve.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, Scaling, YarnScaling
+from jaxserve.model_files import as_integer
+from jaxserve.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeConfig,
+    Scaling,
+    YarnScaling,
+)
 
 Json = Mapping[str, Any]
 
@@ -31,6 +36,32 @@ def architecture_of(hf: Json) -> str:
     return names[0]
 
 
+# Keys beside `text_config` that are about the language model too. It may have them itself, and then its own count.
+_BESIDE_TEXT = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of the outer model, which count before those of `text_config`.
+_OUTER = (
+    *("architectures", "auto_map", "tie_word_embeddings"),
+    *("vision_config", "image_token_id", "vision_start_token_id", "vision_end_token_id"),
+)
+
+
+def flattened(hf: Json) -> dict[str, Any]:
+    """Return the keys of a parsed config.json that are about the language model, those of `text_config` on top.
+
+    Whether the head is the table of embeddings is the outer model's to say, if it says so, as in transformers. Raises
+    ValueError if `text_config` is no object.
+    """
+    text = hf.get("text_config")
+    if text is None:
+        return dict(hf)
+    if not isinstance(text, dict):
+        raise ValueError(f"'text_config' must be an object, not {shown(text)}")
+    beside = {key: hf[key] for key in _BESIDE_TEXT if hf.get(key) is not None}
+    own = {key: value for key, value in text.items() if value is not None or key not in beside}
+    outer = {key: hf[key] for key in _OUTER if hf.get(key) is not None}
+    return beside | own | outer
+
+
 # Smallest and largest value of each integer. The largest is at least ten times a published model's, and so small that
 # a list with one entry per layer, head or expert fits into memory.
 _INTEGERS = {
@@ -41,8 +72,16 @@ _INTEGERS = {
     "max_position_embeddings": (1, 2**28),
     "sliding_window": (1, 2**31 - 1),
     "first_k_dense_replace": (0, 2000),
+    "moe_layer_start_index": (0, 2000),
+    "moe_layer_end_index": (-1, 2000),
+    "moe_num_shared_experts": (0, 2**14),
+    "num_local_experts": (0, 2**20),
     "n_shared_experts": (0, 2**14),
     "num_nextn_predict_layers": (0, 100),
+    "num_kv_shared_layers": (0, 2000),
+    "hidden_size_per_layer_input": (0, 2**20),
+    "vocab_size_per_layer_input": (1, 2**24),
+    "attention_chunk_size": (1, 2**31 - 1),
     "max_window_layers": (0, 2**31 - 1),
     "bos_token_id": (0, 2**24),
     "original_max_position_embeddings": (2, 2**28),  # its logarithm is a divisor
@@ -51,7 +90,10 @@ _INTEGERS = {
 _ANY_INTEGER = (1, 2**20)
 _NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
+    "post_norm_eps": (0.0, 1.0),
     "layer_norm_eps": (0.0, 1.0),
+    "norm_eps": (0.0, 1.0),
+    "norm_epsilon": (0.0, 1.0),
     "partial_rotary_factor": (0.0, 1.0),
     "rope_theta": (1.5, 1e12),  # its logarithm is a divisor
     "rope_local_base_freq": (1.5, 1e12),
@@ -124,17 +166,17 @@ def rope_config(hf: Json, head_dim: int, parameters: Json | None = None) -> Rope
     found: Json = parameters or hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = number(found, "rope_theta", number(hf, "rope_theta", 10000.0))
     partial = number(found, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
-    return RopeConfig(
-        rotary_dim=int(head_dim * partial),
-        theta=theta,
-        scaling=_scaling(hf, found),
-    )
+    scaling = _scaling(hf, found)
+    whole = isinstance(scaling, ProportionalScaling)
+    return RopeConfig(rotary_dim=head_dim if whole else int(head_dim * partial), theta=theta, scaling=scaling)
 
 
 def _scaling(hf: Json, p: Json) -> Scaling | None:
     kind = p.get("rope_type", p.get("type", "default"))
     match kind:
-        case "default":
+        # "dynamic" is the plain rotation up to the model's own context, which is the limit; "mrope" is an old name of
+        # the plain rotation by several positions
+        case "default" | "dynamic" | "mrope":
             return None
         case "linear":
             return LinearScaling(_needed(p, "factor"))
@@ -149,7 +191,11 @@ def _scaling(hf: Json, p: Json) -> Scaling | None:
             return _yarn(hf, p)
         case "longrope" | "su":
             return _longrope(hf, p)
-    raise ValueError(f"rope scaling {kind!r} is not supported (supported: linear, llama3, yarn, longrope)")
+        case "proportional":
+            return ProportionalScaling(number(p, "partial_rotary_factor", 1.0), number(p, "factor", 1.0))
+    raise ValueError(
+        f"rope scaling {kind!r} is not supported (supported: linear, llama3, yarn, longrope, proportional)"
+    )
 
 
 def _yarn(hf: Json, p: Json) -> YarnScaling:
@@ -228,6 +274,33 @@ def head_dim_or(hf: Json, default: int) -> dict[str, Any]:
     return {"head_dim": head_dim, "rope": rope_config(hf, head_dim) if not rope_by_layer_type(hf) else None}
 
 
+def predictors(hf: Json, layers: int) -> tuple[str, ...]:
+    """Return the expressions of tensors of layers for multi-token prediction, which come after the model's own."""
+    count = optional_integer(hf, "num_nextn_predict_layers", 0)
+    return tuple(rf"^model\.layers\.{index}\." for index in range(layers, layers + count))
+
+
+def sparse_layers(hf: Json, layers: int, dense: int) -> tuple[bool, ...]:
+    """Return which layers have experts: by `mlp_layer_types`, else all but the first `first_k_dense_replace`.
+
+    dense: the number of first dense layers if the file says neither. Raises ValueError if the two differ, or for other
+    types.
+    """
+    first = optional_integer(hf, "first_k_dense_replace", dense)
+    by_place = tuple(index >= first for index in range(layers))
+    types = hf.get("mlp_layer_types")
+    if types is None:
+        return by_place
+    if not isinstance(types, list) or len(types) != layers or set(types) - {"dense", "sparse"}:
+        raise ValueError(
+            f"'mlp_layer_types' must be 'dense' or 'sparse' for each of {layers} layers, not {shown(types)}"
+        )
+    by_type = tuple(each == "sparse" for each in types)
+    if hf.get("first_k_dense_replace") is not None and by_type != by_place:
+        raise ValueError("'mlp_layer_types' and 'first_k_dense_replace' differ")
+    return by_type
+
+
 def window_everywhere(hf: Json, fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Return the same window for each layer; () if there is none or it is not shorter than the context."""
     window = optional_integer(hf, "sliding_window", None)
@@ -248,6 +321,13 @@ _GEMMA = _CAUSAL | {"hidden_activation": ("gelu_pytorch_tanh", "gelu_new")}
 
 # A family's name in the tables below: the architecture's name without its task.
 _TASKS = ("ForCausalLM", "ForSequenceClassification", "Model")
+_GLM = {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "partial_rotary_factor": 0.5}
+_GEMMA_SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
 # Defaults of transformers' classes that differ from the families' defaults here.
 _DEFAULTS: Mapping[str, Json] = MappingProxyType(
     {
@@ -256,30 +336,94 @@ _DEFAULTS: Mapping[str, Json] = MappingProxyType(
         "Olmo2": {"rms_norm_eps": 1e-5},
         "Olmo3": {"rms_norm_eps": 1e-5},
         "GptOss": {"rms_norm_eps": 1e-5},
+        "Ernie4_5": {"rms_norm_eps": 1e-5},
+        "Gemma3": {"vocab_size": 262208, "hidden_activation": "gelu_pytorch_tanh"} | _GEMMA_SIZES,
+        "Llama4": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+        "MuseGlimmer": {"rms_norm_eps": 1e-5},
+        "Gemma4": {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True} | _GEMMA_SIZES,
+        "InternLM3": {"rms_norm_eps": 1e-5},
+        "Exaone4": {"rms_norm_eps": 1e-5},
+        "Arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        "Apertus": {"rms_norm_eps": 1e-5, "hidden_act": "xielu"},
+        "Nemotron": {"partial_rotary_factor": 0.5, "hidden_act": "relu2"},
+        "Starcoder2": {"hidden_act": "gelu_pytorch_tanh"},
+        "Glm": _GLM,
+        "Glm4": _GLM,
+        "Helium": {"rms_norm_eps": 1e-8, "head_dim": 128},
+        "HunYuanDenseV1": {"rms_norm_eps": 1e-5},
         "DeepseekV3": {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     }
 )
-_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+# The rotations of classes whose default is not the plain one.
+_ROTATIONS: Mapping[str, Json] = MappingProxyType(
+    {
+        "GptOss": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "Apertus": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+)
 # The supported values of each key, for a family or, as _CAUSAL, for all others. An absent key and null are supported.
 _COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
-        "Gemma2": _GEMMA,
+        "Gemma2": _GEMMA | {"use_bidirectional_attention": (False,)},
         "Gemma3": _GEMMA,
         "Gemma3Text": _GEMMA,
+        "Gemma4": _GEMMA,
         "GptOss": _CAUSAL | {"swiglu_alpha": (1.702,)},
+        "Cohere": _CAUSAL | {"use_qk_norm": (False,)},
+        "Cohere2": _CAUSAL
+        | {
+            "order_of_interleaved_layers": ("local_attn_first",),
+            "position_embedding_type": ("rope_gptj",),
+            "rotary_pct": (1.0,),
+            "use_parallel_block": (True,),
+            "use_gated_activation": (True,),
+        },
+        "HunYuanDenseV1": _CAUSAL | {"use_qk_norm": (True,), "use_cla": (False,)},
+        "Ernie4_5_Moe": _CAUSAL | {"use_bias": (False,), "moe_norm_min": (1e-12,), "compression_ratio": (1.0,)},
+        "Ernie4_5": _CAUSAL | {"compression_ratio": (1.0,)},  # of positions
         "Bert": _ENCODER,
         "Roberta": _ENCODER,
         "XLMRoberta": _ENCODER,
     }
 )
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _LAYER_TYPES = (_FULL, _SLIDING, "attention")
+_DELTA, _SHORT = ("linear_attention",), ("conv",)
+# Families with recurrent layers, and the types beside full attention.
+_WITH_STATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Qwen3Next": _DELTA,
+        "Qwen3_5": _DELTA,
+        "Qwen3_5Moe": _DELTA,
+        "Lfm2": _SHORT,
+        "Lfm2Moe": _SHORT,
+        # two names of either
+        "GraniteMoeHybrid": ("attention", "mamba", "linear_attention"),
+        "NemotronH": ("attention", "mamba", "linear_attention", "mlp", "moe"),
+        "KimiLinear": _DELTA,
+    }
+)
 
 
-def completed(hf: Json, rope_theta: float) -> dict[str, Any]:
+def completed(
+    hf: Json, rope_theta: float, supported: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return the keys of a parsed config.json with the defaults of its class, and its rotation in one form.
 
-    rope_theta: the rotation's default base. Raises ValueError, KeyError or TypeError for damaged or unsupported keys.
+    rope_theta: the rotation's default base. supported: see `family.Family`.
+
+    Raises ValueError, KeyError or TypeError for damaged or unsupported keys.
     """
     family = architecture_of(hf)
     for task in _TASKS:
@@ -287,9 +431,11 @@ def completed(hf: Json, rope_theta: float) -> dict[str, Any]:
     keys = {**_DEFAULTS.get(family, {}), **hf}
     if keys.get("rope_theta") is None:
         keys["rope_theta"] = rope_theta
+    if family == "KimiLinear" and keys.get("max_position_embeddings") is None:
+        keys["max_position_embeddings"] = keys.get("model_max_length", 1048576)
     if family == "Qwen3Moe" and keys.get("num_experts") is None:
         keys["num_experts"] = keys.get("num_local_experts")
-    for key, computed in _COMPUTED.get(family, _CAUSAL).items():
+    for key, computed in {**_COMPUTED.get(family, _CAUSAL), **supported}.items():
         if keys.get(key) is not None and keys[key] not in computed:
             names = ", ".join(map(shown, computed))
             raise ValueError(f"{key!r} is {shown(keys[key])}, which is not supported (supported: {names})")
@@ -299,9 +445,11 @@ def completed(hf: Json, rope_theta: float) -> dict[str, Any]:
 def _layers(keys: Json, family: str) -> dict[str, Any]:
     """Return the changed keys that have an entry for each layer."""
     types, changes = keys.get("layer_types") or [], {}
+    known = (_FULL, _CHUNKED) if family == "Llama4" else _LAYER_TYPES
+    known = (_FULL, *_WITH_STATES[family]) if family in _WITH_STATES else known
     for each in types:
-        if each not in _LAYER_TYPES:
-            raise ValueError(f"layer type {shown(each)} is not supported (supported: {', '.join(_LAYER_TYPES)})")
+        if each not in known:
+            raise ValueError(f"layer type {shown(each)} is not supported (supported: {', '.join(known)})")
     if family == "Mistral" and set(types) - {_SLIDING}:
         if _SLIDING in types:
             raise ValueError("'layer_types' of Mistral must be of one kind: windows in some layers are not supported")
@@ -324,7 +472,7 @@ def _rotation(keys: Json, family: str) -> dict[str, Any]:
         raise ValueError("'rope_parameters' and 'rope_scaling' are both given and differ")
     if by_type:
         return {"rope_parameters": _by_layer_type(keys, new), "rope_scaling": None}
-    given = dict(new or old or (_GPT_OSS_ROPE if family == "GptOss" else {}))
+    given = dict(new or old or _ROTATIONS.get(family, {}))
     return {"rope_parameters": _one_rotation(keys, given, family), "rope_scaling": None}
 
 
@@ -349,37 +497,3 @@ def _one_rotation(keys: Json, given: dict[str, Any], family: str) -> dict[str, A
         start = optional_integer(given, original, integer(keys, "max_position_embeddings"))
         given["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(start))
     return given
-
-
-def embedding_prompt(directory: Path, pooling: PoolingConfig) -> str:
-    """Return the prompt that sentence-transformers puts before each text by default; "" if there is none.
-
-    Raises ModelLoadError if the default prompt is not among the prompts, or the pooling leaves its tokens out.
-    """
-    file = directory / "config_sentence_transformers.json"
-    modules = sentence_modules(directory)
-    settings = read_object(file) if "Pooling" in modules and file.is_file() else {}
-    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
-    if name is None:
-        return ""
-    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
-    if not isinstance(prompt, str):
-        raise ModelLoadError(f"{file}: 'default_prompt_name' is {str(name)[:80]!r}, of which 'prompts' has no text")
-    how = directory / modules["Pooling"] / "config.json"
-    if prompt and pooling.kind not in ("cls", "last") and read_object(how).get("include_prompt") is False:
-        raise ModelLoadError(f"{how}: 'include_prompt': false cannot be served with a default prompt")
-    return prompt
-
-
-def text_limit(directory: Path, pooling: PoolingConfig) -> int | None:
-    """Return the number of tokens after which sentence-transformers cuts a text; None: no limit.
-
-    A model without a limit of its own has the tokenizer's limit. Raises ModelLoadError.
-    """
-    file = directory / "tokenizer_config.json"
-    if "Pooling" not in sentence_modules(directory):
-        return None
-    if pooling.max_tokens is not None or not file.is_file():
-        return pooling.max_tokens
-    longest = as_integer(read_object(file).get("model_max_length"))
-    return longest if longest is not None and longest > 0 else None

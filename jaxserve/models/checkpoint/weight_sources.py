@@ -21,11 +21,11 @@ from jax.sharding import Sharding
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.checkpoint.checkpoint import Checkpoint, HeldTensor, Misfits, open_checkpoint
-from jaxserve.models.checkpoint.gguf import config_file
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.float_formats import format_of, value_dtype
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.loader import PartReader, check_complete, has_own_head
 from jaxserve.models.checkpoint.quantization import (
-    E4M3,
     by_parameter,
     check_dtypes,
     is_stored,
@@ -33,9 +33,10 @@ from jaxserve.models.checkpoint.quantization import (
     stored_tensors,
 )
 from jaxserve.models.checkpoint.safetensors_file import copy_converted, empty_aligned
+from jaxserve.models.checkpoint.sentence_files import read_pooling
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.pooling import PoolingConfig, read_pooling, sentence_modules
+from jaxserve.models.pooling import PoolingConfig
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec
 
@@ -103,16 +104,17 @@ def held_checkpoint(pairs: Iterable[tuple[str, Any]]) -> Checkpoint:
     return Checkpoint.of(_PLACE, tensors, duplicate=[name for name, count in counts.items() if count > 1])
 
 
-def directory_source(directory: Path, structure: ModelStructure, served: Path) -> NamedTensors:
-    """Return the weights of a checkpoint directory. served: the directory of the model that is served.
+def directory_source(directory: Path, structure: ModelStructure, served: ModelFiles) -> NamedTensors:
+    """Return the weights of a checkpoint directory. served: the files of the model that is served.
 
     Raises ModelLoadError if its config.json describes another model, or its tensors do not fit.
     """
-    if config_file(directory).is_file():
-        new, old = read_config(directory), read_config(served)
+    files = ModelFiles.open(directory)
+    if files.config_file.is_file():
+        new, old = read_config(files), read_config(served)
         names = [field.name for field in dataclasses.fields(new) if field.name not in _FREE]
         different = [name for name in names if getattr(new, name) != getattr(old, name)]
-        if sentence_modules(directory) and _pooling(directory, new) != _pooling(served, old):
+        if files.modules and _pooling(files, new) != _pooling(served, old):
             different.append("pooling")
         if different:
             raise ModelLoadError(
@@ -122,15 +124,17 @@ def directory_source(directory: Path, structure: ModelStructure, served: Path) -
     return NamedTensors(structure, open_checkpoint(directory))
 
 
-def _pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
-    return dataclasses.replace(read_pooling(directory, config), max_tokens=None)
+def _pooling(files: ModelFiles, config: ModelConfig) -> PoolingConfig:
+    return dataclasses.replace(read_pooling(files, config), max_tokens=None)
 
 
 class NamedTensors:
     """Tensors by checkpoint name. They are converted, fused and quantized as when a checkpoint is loaded."""
 
     def __init__(self, structure: ModelStructure, checkpoint: Checkpoint, *, partial: bool = False) -> None:
-        config, tensors = structure.config, checkpoint.tensors
+        config = structure.config
+        checkpoint = checkpoint.renamed(config.tensor_names)
+        tensors = checkpoint.tensors
         block, form = config.weight_block, config.stored_form
         chosen = structure.specs
         if partial:
@@ -150,6 +154,7 @@ class NamedTensors:
         self.parameters = frozenset(spec.wide().name for spec in chosen)
         self._held = [info.array for info in tensors.values() if isinstance(info, HeldTensor)]
         self._reader = PartReader(checkpoint, block, form)
+        self._checkpoint = checkpoint
 
     @property
     def arrays(self) -> Sequence[Any]:
@@ -157,29 +162,34 @@ class NamedTensors:
 
     def make(self, specs: Specs, shardings: Sequence[Sharding]) -> tuple[jax.Array, ...]:
         reader = self._reader
-        return read_parameter(specs, shardings, reader.read, reader.read_codes, reader.read_order)
+        read = reader.read, reader.read_codes, reader.read_order, reader.read_tensor_scale
+        leaves = read_parameter(specs, shardings, *read)
+        self._checkpoint.check_unchanged()
+        return leaves
 
 
 def _check_numbers(specs: Sequence[ParamSpec], checkpoint: Checkpoint, form: StoredForm | None) -> None:
     """Raise ModelLoadError if a tensor's dtype does not suit its parameter.
 
-    An unquantized parameter takes floating point, an FP8 parameter E4M3, and quantized values their format's dtype.
+    An unquantized parameter takes floating point, or a floating-point format; others take the dtypes of their format.
     """
     if form is not None and form.method == "gguf":
         return  # its types are checked with its shapes
     parts = [part for spec in specs for part in spec.parts if not part.mxfp4]
     if form is not None:
         check_dtypes([part for part in parts if is_stored(part, form, checkpoint.tensors)], form, checkpoint.tensors)
-    plain = {part.name for part in parts if not is_stored(part, form, checkpoint.tensors)}
-    kept = {part.name for spec in specs if spec.packing and spec.packing.stored for part in spec.parts} & plain
-    for names, expected, fits in (
-        (plain, "floating point", lambda dtype: jnp.issubdtype(dtype, jnp.floating)),
-        (kept, str(E4M3), lambda dtype: dtype == E4M3),
-    ):
-        tensors = checkpoint.tensors.items()
-        wrong = [f"{name} is {info.dtype}" for name, info in tensors if name in names and not fits(info.dtype)]
-        if wrong:
-            raise ModelLoadError(f"{checkpoint.directory}: {', '.join(wrong[:8])}, expected {expected}", fix=_FIX)
+    plain = {part.name: part for part in parts if not is_stored(part, form, checkpoint.tensors)}
+    kept = {part.name for spec in specs if spec.packing and spec.packing.stored for part in spec.parts} & plain.keys()
+    wrong: dict[str, list[str]] = {}
+    for name in [name for name in checkpoint.tensors if name in plain]:
+        dtype, method = checkpoint.tensors[name].dtype, format_of(plain[name], checkpoint.tensors)
+        own = None if form is None or name not in kept else form.of(name.removesuffix(".weight"))
+        if own is not None and dtype != value_dtype(own.method):
+            wrong.setdefault(str(value_dtype(own.method)), []).append(f"{name} is {dtype}")
+        elif method is None and not jnp.issubdtype(dtype, jnp.floating):
+            wrong.setdefault("floating point", []).append(f"{name} is {dtype}")
+    for expected, names in wrong.items():
+        raise ModelLoadError(f"{checkpoint.directory}: {', '.join(names[:8])}, expected {expected}", fix=_FIX)
 
 
 class LeafTree:

@@ -15,25 +15,9 @@ from jaxserve.models.checkpoint.read_config import Json, head_labels, number, op
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.encoder import Encoder, TextClassifier, Texts
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Linear
+from jaxserve.models.layers import LayerNorm, Linear
 from jaxserve.models.weights import param
 from jaxserve.ops.linear import Products
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean) / deviation * weight + bias over the last axis, in float32."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        self.weight = param((config.hidden_size,), (None,), dtype, init="ones")
-        self.bias = param((config.hidden_size,), (None,), dtype, init="zeros")
-        self.eps = config.norm_eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight, bias = (w[...].astype(jnp.float32)[None, :] for w in (self.weight, self.bias))
-        return (y * weight + bias).astype(x.dtype)
 
 
 class Table(nnx.Module):
@@ -53,7 +37,7 @@ class BertEmbeddings(nnx.Module):
         self.word_embeddings = Table(config.vocab_size, "vocab", config, dtype)
         self.position_embeddings = Table(config.max_position_embeddings + config.position_offset, None, config, dtype)
         self.token_type_embeddings = Table(config.type_vocab_size, None, config, dtype)
-        self.LayerNorm = LayerNorm(config, dtype)
+        self.LayerNorm = LayerNorm(config.hidden_size, config, dtype)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, types: jax.Array) -> jax.Array:
         """Embed token_ids, positions and token types, each int32 [T] -> [T, D]."""
@@ -86,7 +70,7 @@ class Output(nnx.Module):
 
     def __init__(self, size: int, axis: str, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.dense = Linear((config.hidden_size, size), ("embed", axis), dtype, bias=True)
-        self.LayerNorm = LayerNorm(config, dtype)
+        self.LayerNorm = LayerNorm(config.hidden_size, config, dtype)
 
     def __call__(self, x: jax.Array, residual: jax.Array, linear: Products) -> jax.Array:
         return self.LayerNorm(residual + self.dense(x, linear))
@@ -187,6 +171,8 @@ def encoder_fields(hf: Json) -> dict[str, Any]:
     if hf.get("position_embedding_type", "absolute") != "absolute":
         raise ValueError(f"position_embedding_type {hf['position_embedding_type']!r} is not supported")
     return {
+        "norm": "layer",
+        "norm_bias": True,
         "norm_eps": number(hf, "layer_norm_eps", 1e-12),
         "bidirectional": True,
         "type_vocab_size": optional_integer(hf, "type_vocab_size", 2),

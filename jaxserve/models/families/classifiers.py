@@ -5,6 +5,7 @@ Qwen2, Qwen3, Llama, Gemma and the other decoder families, as `...ForSequenceCla
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxserve.models.checkpoint.read_config import Json, head_labels
@@ -19,7 +20,8 @@ def _with_head(family: Family) -> Family:
         return family.changes(hf, fields) | head_labels(hf)
 
     plain = family.architecture.replace("ForCausalLM", "ForSequenceClassification")
-    return Family(_NAMES.get(family.architecture, plain), family.model, changes, family.rope_theta)
+    return dataclasses.replace(family, architecture=_NAMES.get(family.architecture, plain), changes=changes)
 
 
-FAMILIES = tuple(_with_head(family) for family in (*llama.FAMILIES, *gemma.FAMILIES))
+_DECODERS = (*llama.FAMILIES, *gemma.FAMILIES)
+FAMILIES = tuple(_with_head(family) for family in _DECODERS if isinstance(family, Family))

@@ -1,5 +1,7 @@
 """DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437): multi-head latent attention, shared and routed experts.
 
+Kimi K2 is DeepSeek-V3, and so is the language model of Kimi K2.5 to 2.7. GLM-4.7-Flash differs only by its defaults.
+
 The KV cache stores one vector per token, which all heads read: the latent (kv_rank) and the shared rotated key
 (rope_dim). The key projection is applied to the query instead, and the value projection after attention. Both are
 mathematically exact:
@@ -19,13 +21,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.checkpoint.read_config import Json, boolean, integer, number, optional_integer, rope_config
+from jaxserve.models.checkpoint.read_config import (
+    Json,
+    boolean,
+    integer,
+    number,
+    optional_integer,
+    predictors,
+    rope_config,
+    sparse_layers,
+)
 from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
-from jaxserve.models.family import Family
+from jaxserve.models.family import Family, Nested
 from jaxserve.models.layers import AttendFn, Cache, Linear, RMSNorm, RopeTable
 from jaxserve.models.moe import feed_forward
-from jaxserve.models.rope import apply_rope
+from jaxserve.models.rope import apply_rope, scale_queries
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads
@@ -66,19 +77,22 @@ class LatentAttention(nnx.Module):
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         """Attend x [T, D] -> (out [T, D], cache)."""
-        assert rope is not None
         rank, nope = self.latent.kv_rank, self.latent.nope_dim
         q = self._queries(x, linear)
         row = self.kv_a_proj_with_mqa(x, linear)
         latent = self.kv_a_layernorm(row[:, :rank])[:, None, :]
-        k_rope = apply_rope(row[:, None, rank:], rope, self.interleaved)
+        k_rope = self._rotated(row[:, None, rank:], rope)
         kv_b = self.kv_b_proj.weight[...].astype(x.dtype)
         q_latent = _by_head(q[:, :, :nope], kv_b[:, :nope].swapaxes(1, 2), linear)
-        q = jnp.concatenate([q_latent, apply_rope(q[:, :, nope:], rope, self.interleaved)], axis=-1)
+        q = jnp.concatenate([q_latent, self._rotated(q[:, :, nope:], rope)], axis=-1)
+        q = q if rope is None else scale_queries(q, rope)
         k = jnp.concatenate([latent, k_rope], axis=-1)
         out, cache = attend(Heads(q, k, k), cache, None)
         out = _by_head(out[:, :, :rank], kv_b[:, nope:], linear)
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
+
+    def _rotated(self, x: jax.Array, rope: RopeTable | None) -> jax.Array:
+        return x if rope is None else apply_rope(x, rope, self.interleaved)
 
     def _queries(self, x: jax.Array, linear: Products) -> jax.Array:
         """Project x [T, D] -> queries [T, N, nope + rope]."""
@@ -115,8 +129,7 @@ class DeepseekV3ForCausalLM(CausalLM):
         return PreNormLayer(config, dtype, attention, feed_forward(config, index, dtype))
 
 
-def _deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
-    layers, ffn = fields["num_layers"], optional_integer(hf, "moe_intermediate_size", 2048)
+def deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     latent = LatentConfig(
         kv_rank=integer(hf, "kv_lora_rank"),
         q_rank=optional_integer(hf, "q_lora_rank", None),
@@ -124,31 +137,40 @@ def _deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         rope_dim=integer(hf, "qk_rope_head_dim"),
         v_dim=integer(hf, "v_head_dim"),
     )
-    experts = MoEConfig(
+    rope = dataclasses.replace(rope_config(hf, latent.rope_dim), interleaved=boolean(hf, "rope_interleave", True))
+    return {
+        "head_dim": latent.nope_dim + latent.rope_dim,
+        "rope": rope,
+        "latent": latent,
+        "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_score_factor(hf),
+        "moe": deepseek_experts(hf, fields, dense=3),
+        "ignored_tensors": predictors(hf, fields["num_layers"]),
+    }
+
+
+def _glm4_moe_lite(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    return deepseek_v3(hf, fields) | {"moe": deepseek_experts(hf, fields, dense=1)}
+
+
+def deepseek_experts(hf: Json, fields: dict[str, Any], dense: int) -> MoEConfig:
+    """Return the experts of DeepSeek-V3 and of the families with its router. dense: see `sparse_layers`"""
+    if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ValueError("only the router of DeepSeek-V3 is supported: 'scoring_func' sigmoid, 'topk_method' noaux_tc")
+    ffn = integer(hf, "moe_intermediate_size")
+    return MoEConfig(
         num_experts=integer(hf, "n_routed_experts"),
         experts_per_token=integer(hf, "num_experts_per_tok"),
         ffn=ffn,
-        sparse_layers=tuple(i >= optional_integer(hf, "first_k_dense_replace", 3) for i in range(layers)),
+        sparse_layers=sparse_layers(hf, fields["num_layers"], dense),
         router="sigmoid",
+        correction=True,
+        normalize_eps=1e-20,
         normalize=boolean(hf, "norm_topk_prob", True),
         num_groups=optional_integer(hf, "n_group", 1),
         topk_groups=optional_integer(hf, "topk_group", 1),
         scale=number(hf, "routed_scaling_factor", 1.0),
         shared_ffn=ffn * optional_integer(hf, "n_shared_experts", 0),
     )
-    if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise ValueError("only the router of DeepSeek-V3 is supported: sigmoid scores, topk_method noaux_tc")
-    rope = dataclasses.replace(rope_config(hf, latent.rope_dim), interleaved=boolean(hf, "rope_interleave", True))
-    predictors = range(layers, layers + optional_integer(hf, "num_nextn_predict_layers", 0))
-    return {
-        "head_dim": latent.nope_dim + latent.rope_dim,
-        "rope": rope,
-        "latent": latent,
-        "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_score_factor(hf),
-        "moe": experts,
-        # Layers for multi-token prediction come after the model's own and are not used.
-        "ignored_tensors": tuple(rf"^model\.layers\.{i}\." for i in predictors),
-    }
 
 
 def _yarn_score_factor(hf: Json) -> float:
@@ -158,4 +180,26 @@ def _yarn_score_factor(hf: Json) -> float:
     return 1.0 if not weight or factor <= 1 else (0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
-FAMILIES = (Family("DeepseekV3ForCausalLM", DeepseekV3ForCausalLM, _deepseek_v3),)
+_LITE = {
+    "rms_norm_eps": 1e-5,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+}
+
+FAMILIES = (
+    Family(
+        "DeepseekV3ForCausalLM",
+        DeepseekV3ForCausalLM,
+        deepseek_v3,
+        defaults={"moe_intermediate_size": 2048},
+        supported={"moe_layer_freq": (1,)},
+    ),
+    Family("Glm4MoeLiteForCausalLM", DeepseekV3ForCausalLM, _glm4_moe_lite, defaults=_LITE),
+    Nested(
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
+    ),
+)

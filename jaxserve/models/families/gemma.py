@@ -22,7 +22,7 @@ from jaxserve.models.checkpoint.read_config import (
 )
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer, SandwichLayer
-from jaxserve.models.family import Family
+from jaxserve.models.family import Family, Nested
 from jaxserve.models.rope import RopeConfig
 
 
@@ -69,4 +69,5 @@ def _gemma3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 FAMILIES = (
     Family("Gemma2ForCausalLM", GemmaForCausalLM, _gemma2),
     Family("Gemma3ForCausalLM", GemmaForCausalLM, _gemma3, rope_theta=1e6),
+    Nested(("Gemma3ForConditionalGeneration",), {"gemma3_text": "Gemma3ForCausalLM"}),
 )

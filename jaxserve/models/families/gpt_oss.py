@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxserve.models.checkpoint.read_config import (
     Json,
@@ -17,25 +15,11 @@ from jaxserve.models.checkpoint.read_config import (
     optional_integer,
     windows_by_type,
 )
-from jaxserve.models.config import ModelConfig, MoEConfig
+from jaxserve.models.config import ModelConfig, MoEConfig, MoENames
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Attention
-from jaxserve.models.moe import ExpertRouter, Experts
-from jaxserve.ops.linear import Products
-
-
-class GptOssMLP(nnx.Module):
-    """Experts with a biased router that checkpoints call `router`. Experts are packed, in MXFP4 or bfloat16."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        assert config.moe is not None
-        self.router = ExpertRouter(config, config.moe, dtype)
-        self.experts = Experts(config, config.moe, dtype)
-
-    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
-        """Run the block: x [T, D] -> [T, D]."""
-        return self.experts(x, self.router(x), linear)
+from jaxserve.models.moe import feed_forward
 
 
 class GptOssForCausalLM(CausalLM):
@@ -43,7 +27,7 @@ class GptOssForCausalLM(CausalLM):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
-        return PreNormLayer(config, dtype, Attention(config, dtype), GptOssMLP(config, dtype))
+        return PreNormLayer(config, dtype, Attention(config, dtype), feed_forward(config, index, dtype))
 
 
 def _gpt_oss(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +40,8 @@ def _gpt_oss(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         sparse_layers=(True,) * fields["num_layers"],
         router="topk_softmax",
         router_bias=True,
+        expert_bias=True,
+        names=MoENames(router="router"),
     )
     quantized = (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     bias = boolean(hf, "attention_bias", True)

@@ -9,32 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxserve.models.checkpoint.read_config import Json, optional_integer, ropes_by_layer_type, windows_by_type
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import CausalLM, Layer
+from jaxserve.models.decoder import CausalLM, Layer, PostNormLayer
 from jaxserve.models.family import Family
-from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, RMSNorm, RopeTable
-from jaxserve.ops.linear import Products
-
-
-class Olmo2Layer(Layer):
-    """x + norm(attention(x)), then x + norm(mlp(x))."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype)
-        self.mlp = MLP(config, dtype)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype)
-
-    def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
-    ) -> tuple[jax.Array, Cache]:
-        out, cache = self.self_attn(x, rope, cache, attend, linear)
-        x = x + self.post_attention_layernorm(out)
-        return x + self.post_feedforward_layernorm(self.mlp(x, linear)), cache
 
 
 class OlmoForCausalLM(CausalLM):
@@ -42,7 +22,7 @@ class OlmoForCausalLM(CausalLM):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
-        return Olmo2Layer(config, dtype)
+        return PostNormLayer(config, dtype)
 
 
 def _olmo2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.6: three of four layers are gated delta nets (https://arxiv.org/abs/2412.06464).
+
+The fourth is attention whose heads have an output gate and rotate a quarter of their numbers. Norms have weight + 1,
+but for the one behind the recurrence. Qwen3.5 publishes the parts of a projection apart and all experts as one tensor,
+and has a tower for pictures; its predictor of more tokens (`mtp.`) is not loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.checkpoint.read_config import Json, boolean, optional_integer
+from jaxserve.models.config import ModelConfig, MoEConfig, MoENames
+from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.family import Family, Nested
+from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs
+from jaxserve.models.moe import feed_forward
+from jaxserve.models.vision.read import qwen3_5
+from jaxserve.models.weights import Part, param
+from jaxserve.ops.linear import Products
+from jaxserve.ops.state import StateSpec, StateWeights
+
+_PREDICTOR = r"^mtp\."  # of several tokens at once
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+class Taps(nnx.Module):
+    """A causal convolution of each channel: weight [W, Hk, channels], of conv1d.weight [q | k | v, 1, W]."""
+
+    def __init__(self, spec: StateSpec, dtype: jnp.dtype) -> None:
+        width, parts, start = spec.conv_width, [], 0
+        shape = (spec.key_heads * spec.channels, 1, width)
+        for channels, offset in _pieces(spec):
+            rows = start, start + spec.key_heads * channels
+            view = (width, spec.key_heads, channels)
+            parts.append(Part("conv1d.weight", shape, view, (0, 0, offset), rows, transpose=(2, 1, 0)))
+            start = rows[1]
+        shape = (width, spec.key_heads, spec.channels)
+        self.weight = param(shape, (None, "kv_heads", None), dtype, parts=tuple(parts))
+
+
+class GatedNorm(nnx.Module):
+    """weight * x / rms(x) * activation(gate) over each head, in float32."""
+
+    def __init__(self, size: int, eps: float, activation: Literal["silu", "sigmoid"] = "silu") -> None:
+        self.weight = param((size,), (None,), FLOAT32, init="ones")
+        self.eps, self.activation = eps, activation
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Norm x [T, H, V] by gate [T, H, V] -> [T, H, V] in gate's dtype."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps) * self.weight[...][None, None, :]
+        activated = (jax.nn.silu if self.activation == "silu" else jax.nn.sigmoid)(gate.astype(jnp.float32))
+        return (y * activated).astype(gate.dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    """A gated delta net: projections, the recurrence of `ops.state`, and a gated norm over each value head.
+
+    in_proj [Hk, 2 K + 2 r V, D] has the rows of q, k, v and z of each key head, gates [Hk, 2 r, D] those of b and a, so
+    a split over key heads splits all of it. apart: the checkpoint has q, k and v of all heads as one tensor and z, b
+    and a each as another; else it has the rows as they are here.
+    """
+
+    def __init__(self, config: ModelConfig, spec: StateSpec, dtype: jnp.dtype, *, apart: bool) -> None:
+        self.spec, model = spec, config.hidden_size
+        rows = spec.channels + spec.group * spec.v_dim
+        self.in_proj = HeadRows((spec.key_heads, rows, model), dtype, _projection_parts(spec, model, apart))
+        self.gates = HeadRows((spec.key_heads, spec.num_gates, model), dtype, _gate_parts(spec, model, apart))
+        self.conv = Taps(spec, dtype)
+        self.A_log = param((spec.heads,), ("q_heads",), FLOAT32)
+        self.dt_bias = param((spec.heads,), ("q_heads",), FLOAT32)
+        self.norm = GatedNorm(spec.v_dim, config.norm_eps)
+        self.out_proj = Linear((model, spec.heads * spec.v_dim), ("embed", "q_heads"), dtype)
+
+    def __call__(
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
+    ) -> tuple[jax.Array, Cache]:
+        """Run the layer on x [T, D], which needs no rotation -> (out [T, D], cache)."""
+        y = self.in_proj(x, linear)
+        qkv, z = y[:, :, : self.spec.channels], y[:, :, self.spec.channels :]
+        raw = jnp.concatenate([qkv, self.gates(x, linear)], axis=-1)
+        weights = StateWeights(self.conv.weight[...], log_a=self.A_log[...], dt_bias=self.dt_bias[...])
+        out, cache = attend(StateInputs(raw, weights), cache)
+        out = self.norm(out, z.reshape(out.shape))
+        return self.out_proj(out.reshape(x.shape[0], -1), linear), cache
+
+
+def _pieces(spec: StateSpec) -> tuple[tuple[int, int], ...]:
+    """Return the rows of a key head's q, k and v: how many, and the first."""
+    return (spec.k_dim, 0), (spec.k_dim, spec.k_dim), (spec.group * spec.v_dim, 2 * spec.k_dim)
+
+
+def _projection_parts(spec: StateSpec, model: int, apart: bool) -> tuple[Part, ...]:
+    heads, values = spec.key_heads, spec.group * spec.v_dim
+    if not apart:
+        rows = spec.channels + values
+        return (Part("in_proj_qkvz.weight", (heads * rows, model), (heads, rows, model), (0, 0, 0)),)
+    parts, start, shape = [], 0, (heads * spec.channels, model)
+    for rows, offset in _pieces(spec):
+        taken = start, start + heads * rows
+        parts.append(Part("in_proj_qkv.weight", shape, (heads, rows, model), (0, offset, 0), taken))
+        start = taken[1]
+    z = Part("in_proj_z.weight", (heads * values, model), (heads, values, model), (0, spec.channels, 0))
+    return (*parts, z)
+
+
+def _gate_parts(spec: StateSpec, model: int, apart: bool) -> tuple[Part, ...]:
+    heads, group = spec.key_heads, spec.group
+    if not apart:
+        return (Part("in_proj_ba.weight", (heads * 2 * group, model), (heads, 2 * group, model), (0, 0, 0)),)
+    shape, view = (heads * group, model), (heads, group, model)
+    return tuple(Part(f"in_proj_{name}.weight", shape, view, (0, i * group, 0)) for i, name in enumerate("ba"))
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    """Pre-norm layers with a gated delta net or gated attention, and an MLP or experts."""
+
+    apart = False
+
+    @classmethod
+    def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
+        ffn, spec = feed_forward(config, index, dtype), config.layer_states[index]
+        if spec is None:
+            return PreNormLayer(config, dtype, Attention(config, dtype), ffn)
+        return PreNormLayer(
+            config, dtype, GatedDeltaNet(config, spec, dtype, apart=cls.apart), ffn, mixer="linear_attn"
+        )
+
+
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    """Qwen3-Next with the parts of the delta net's projections apart in the checkpoint."""
+
+    apart = True
+
+
+def _qwen3_next(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    dense, step = set(hf.get("mlp_only_layers") or ()), optional_integer(hf, "decoder_sparse_step", 1)
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"]))
+    return _common(hf, fields) | {"moe": _experts(hf, sparse, num_experts=512, per_token=10)}
+
+
+def _qwen3_5(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    return _common(hf, fields)
+
+
+def _qwen3_5_moe(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    experts = _experts(hf, (True,) * fields["num_layers"], num_experts=256, per_token=8)
+    return _common(hf, fields) | {"moe": replace(experts, normalize=True), "packed_experts": "rows"}
+
+
+def _common(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    key_heads, heads = (optional_integer(hf, f"linear_num_{kind}_heads", n) for kind, n in (("key", 16), ("value", 32)))
+    if heads % key_heads:
+        raise ValueError(f"{heads} value heads are no multiple of {key_heads} key heads")
+    state = StateSpec(
+        "delta",
+        key_heads,
+        heads,
+        optional_integer(hf, "linear_key_head_dim", 128),
+        optional_integer(hf, "linear_value_head_dim", 128),
+        optional_integer(hf, "linear_conv_kernel_dim", 4),
+    )
+    interval = optional_integer(hf, "full_attention_interval", 4)
+    by_place = [
+        "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(fields["num_layers"])
+    ]
+    types = hf.get("layer_types") or by_place
+    return {
+        "qk_norm": "head",
+        "norm_offset": 1.0,
+        "output_gate": "queries",
+        "layer_states": tuple(state if kind == "linear_attention" else None for kind in types),
+        "ignored_tensors": (_PREDICTOR,),
+    }
+
+
+def _experts(hf: Json, sparse: tuple[bool, ...], *, num_experts: int, per_token: int) -> MoEConfig:
+    return MoEConfig(
+        num_experts=optional_integer(hf, "num_experts", num_experts),
+        experts_per_token=optional_integer(hf, "num_experts_per_tok", per_token),
+        ffn=optional_integer(hf, "moe_intermediate_size", 512),
+        sparse_layers=sparse,
+        normalize=boolean(hf, "norm_topk_prob", True),
+        shared_ffn=optional_integer(hf, "shared_expert_intermediate_size", 512),
+        shared_gate=True,
+        names=MoENames(shared="shared_expert"),
+    )
+
+
+_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+_SUPPORTED = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
+FAMILIES = (
+    Family(
+        "Qwen3NextForCausalLM",
+        Qwen3NextForCausalLM,
+        _qwen3_next,
+        defaults=_DEFAULTS | {"intermediate_size": 5632},
+        supported=_SUPPORTED,
+    ),
+    Family("Qwen3_5ForCausalLM", Qwen3_5ForCausalLM, _qwen3_5, defaults=_DEFAULTS, supported=_SUPPORTED),
+    Family(
+        "Qwen3_5MoeForCausalLM",
+        Qwen3_5ForCausalLM,
+        _qwen3_5_moe,
+        defaults=_DEFAULTS | {"intermediate_size": 512},  # of no layer: all have experts
+        supported=_SUPPORTED,
+    ),
+    Nested(("Qwen3_5ForConditionalGeneration",), {"qwen3_5_text": "Qwen3_5ForCausalLM"}, pictures=qwen3_5),
+    Nested(("Qwen3_5MoeForConditionalGeneration",), {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, pictures=qwen3_5),
+)

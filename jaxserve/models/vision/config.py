@@ -1,0 +1,130 @@
+"""The configuration of a tower, and where the patches of a picture lie. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxserve.types.picture import PictureInfo
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """One tower. Every field is static and hashable.
+
+    kind          the processor and the placeholders, see `PictureInfo.kind`
+    out_size      hidden size of the language model
+    merge         patches of one token are merge x merge
+    frames        frames that the patch projection takes; a still has equal ones
+    deepstack     blocks after which the hidden states are merged too, and added after the first text layers
+    table         sides of the square table of learned positions; 0: there is none
+    window        sides in tokens of the windows that blocks attend in, but for those of `whole`; 0: all attend whole
+    mean, std     of each channel, by which pixels of 0 to 1 are normalized
+    token_ids     the placeholder of one row, and the tokens around a run
+    """
+
+    kind: str
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_size: int
+    patch_size: int
+    merge: int
+    frames: int
+    channels: int
+    norm: Literal["layer", "rms"]
+    gated: bool
+    activation: Literal["silu", "gelu_tanh"]
+    patch_bias: bool
+    table: int
+    deepstack: tuple[int, ...]
+    window: int
+    whole: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    token_ids: tuple[int, int, int]
+    theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def width(self) -> int:
+        """Pixel values of a patch."""
+        return self.channels * self.patch_size**2
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a row, each of out_size numbers: of the last block, and of each deepstack block."""
+        return 1 + len(self.deepstack)
+
+    def info(self, max_tokens: int) -> PictureInfo:
+        """Describe the tower to the API process. max_tokens: of a picture"""
+        token_id, start, end = self.token_ids
+        return PictureInfo(
+            kind=self.kind,
+            patch_size=self.patch_size,
+            merge_size=self.merge,
+            width=self.width,
+            token_id=token_id,
+            start_token_id=start,
+            end_token_id=end,
+            max_tokens=max_tokens,
+        )
+
+
+class PatchLayout(NamedTuple):
+    """Where the P patches of pictures lie, and which of them see each other; patches from the n-th on are padding.
+
+    places      int32 [P, 6]: row and column of the patch, and four entries of the table of positions
+    weights     float32 [P, 4] of the four entries
+    segments    int32 [2, P]: a patch sees the patches of its segment, in blocks that attend whole and in windows
+    """
+
+    places: np.ndarray
+    weights: np.ndarray
+    segments: np.ndarray
+
+
+def patch_layout(config: VisionConfig, grids: Sequence[tuple[int, int, int]], size: int) -> PatchLayout:
+    """Lay out the patches of stills, each grid (1, rows, columns), one after the other and padded to `size`.
+
+    The order is that of Qwen's processors: the merge x merge patches of a token follow each other. The table of
+    positions is stretched over each picture, bilinear with aligned corners. Padding sees padding only.
+    """
+    places, weights = np.zeros((size, 6), np.int32), np.zeros((size, 4), np.float32)
+    segments = np.full((2, size), -1, np.int32)
+    m, side = config.merge, config.window * config.merge
+    first = 0
+    for number, (_, rows, columns) in enumerate(grids):
+        mine = slice(first, first + rows * columns)
+        row, column = (
+            axis.reshape(rows // m, m, columns // m, m).swapaxes(1, 2).reshape(-1)
+            for axis in np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+        )
+        places[mine, 0], places[mine, 1] = row, column
+        segments[0, mine] = number
+        if config.table:
+            above, below, down = _between(row, rows, config.table)
+            left, right, along = _between(column, columns, config.table)
+            taps = [y * config.table + x for y in (above, below) for x in (left, right)]
+            places[mine, 2:] = np.stack(taps, axis=1)
+            shares = [y * x for y in (1 - down, down) for x in (1 - along, along)]
+            weights[mine] = np.stack(shares, axis=1)
+        if side:
+            segments[1, mine] = segments[1].max() + 1 + row // side * -(-columns // side) + column // side
+        first = mine.stop
+    return PatchLayout(places, weights, segments)
+
+
+def _between(index: np.ndarray, count: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the entries of a table of `side` entries around each index of `count`, and the share of the second."""
+    position = index * ((side - 1) / (count - 1)) if count > 1 else np.zeros(len(index))
+    first = np.minimum(position.astype(np.int64), side - 1)
+    return first, np.minimum(first + 1, side - 1), position - first
