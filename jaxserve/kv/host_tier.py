@@ -15,21 +15,21 @@ are found if they are in a file (runtime/page_file.py), each after a thread has 
     load         host -> device, when a request starts
     take_moves   the copies that the next step makes first, in this order
 
-A prefix can be loaded up to the deepest page at which every group has the pages that a later token sees. Full attention
-needs all pages, and sliding-window layers need the last window's. A page may be on the device or in a tier.
+A prefix can be loaded up to the deepest page at which every group has the pages that a later token needs. Full
+attention needs all pages, and other groups those from `first_of_prefix` on. A page may be on the device or in a tier.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxserve.kv.groups.base import LayerGroup
 from jaxserve.kv.radix_cache import Node
-from jaxserve.kv.window_group import WindowGroup
+from jaxserve.types.page_keys import token_bytes
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import PageMove
 
@@ -230,7 +230,7 @@ class HostTier:
 
 def _extended(digest: bytes, tokens: Sequence[int]) -> bytes:
     """Return the digest of a prefix with one more page. The digest of an empty prefix is shorter by _FIRST bytes."""
-    new = hashlib.sha256(digest + array("i", tokens).tobytes()).digest()
+    new = hashlib.sha256(digest + token_bytes(tokens)).digest()
     return (digest[:_FIRST] if len(digest) == len(new) else new[-_FIRST:]) + new[:-_FIRST]
 
 
@@ -253,82 +253,88 @@ class StoredPrefix:
 class HostTiers:
     """The tiers of all layer groups.
 
-    full: the pages of full attention. window: the pages of the sliding-window layers; None if the model has none
+    tiers: by group; `full` is the one of group 0, whose pages a prefix needs all of
     """
 
-    def __init__(self, config: SchedulerConfig, group: WindowGroup | None) -> None:
-        self.full = HostTier(config.num_host_pages, config.page_size)
-        self.window: HostTier | None = None
-        self._group = group
+    def __init__(self, config: SchedulerConfig, groups: Sequence[LayerGroup]) -> None:
+        self._groups = groups
         self._page_size = config.page_size
-        self._num_slots = config.num_host_pages, config.num_host_window_pages
-        if group is not None:
-            self.window = HostTier(config.num_host_window_pages, config.page_size, group=1, digest=self.full.digest)
-            group.index.on_evicted = self.window.store_page
-
-    @property
-    def tiers(self) -> list[HostTier]:
-        """The tiers in the order of their layer groups."""
-        return [self.full] if self.window is None else [self.full, self.window]
+        self._num_slots = [config.num_host_pages, *(group.num_host_pages for group in config.groups)]
+        self.full = HostTier(config.num_host_pages, config.page_size)
+        self.tiers = [self.full]
+        for group in groups:
+            tier = HostTier(self._num_slots[group.index], config.page_size, group=group.index, digest=self.full.digest)
+            group.cached.on_evicted = tier.store_page
+            self.tiers.append(tier)
 
     def store(self, node: Node) -> None:
         """Keep copies of the pages of a node that is evicted now."""
         self.full.store(node)
-        if self.window is not None and self._group is not None and node in self._group.index:
-            self.window.store_page(node, self._group.index.page_of(node))
+        for group in self._groups:
+            if (page := group.cached.page_of(node)) is not None:
+                self.tiers[group.index].store_page(node, page)
 
     # --- finding
 
     def find(self, node: Node, tokens: Sequence[int]) -> StoredPrefix:
         """Return the longest prefix that can be loaded and begins with the prefix of `node`.
 
-        node: the deepest node of the request whose full-attention page is cached. If the last window is incomplete, the
-        prefix may end before it. tokens: the tokens after it, in whole pages
+        node: the deepest node of the request whose page of group 0 is cached. If another group lacks pages, the prefix
+        may end before it. tokens: the tokens after it, in whole pages
         """
         after = self.full.find(node, tokens, len(tokens) // self._page_size)
-        if self.window is None:
+        if not self._groups:
             return StoredPrefix(node, after)
-        self.window.take_checked()
-        depth = self._with_window(node, after)
-        after = after[: max(0, depth - node.depth)]
+        for tier in self.tiers[1:]:
+            tier.take_checked()
+        prefix = self._usable(StoredPrefix(node, after))
+        for group in self._groups:
+            self.tiers[group.index].use(self.missing(group, prefix))
+        return prefix
+
+    def _usable(self, prefix: StoredPrefix) -> StoredPrefix:
+        """Return the longest beginning of a prefix for which every group has its pages."""
+        while True:
+            before = prefix.depth
+            for group in self._groups:
+                prefix = self._cut(prefix, self._usable_depth(group, prefix))
+            if prefix.depth == before or len(self._groups) == 1:
+                return prefix
+
+    def _cut(self, prefix: StoredPrefix, depth: int) -> StoredPrefix:
+        node, after = prefix.node, prefix.after[: max(0, depth - prefix.node.depth)]
         while node.depth > depth:
             assert node.parent is not None
             node = node.parent
-        prefix = StoredPrefix(node, after)
-        self.window.use(self.window_digests(prefix))
-        return prefix
+        return StoredPrefix(node, after)
 
-    def _with_window(self, node: Node, after: list[bytes]) -> int:
-        """Return the depth of the longest prefix whose last window is complete, on the device or in the tier."""
-        assert self._group is not None
-        first_of_prefix = self._group.size.first_of_prefix
-        deepest = node.depth + len(after)
-        first, above = first_of_prefix(deepest), node
+    def _usable_depth(self, group: LayerGroup, prefix: StoredPrefix) -> int:
+        """Return the depth of the longest beginning of a prefix for which a group has its pages."""
+        deepest = prefix.depth
+        first, above = group.cached.first_of_prefix(deepest), prefix.node
         for depth in range(deepest, 0, -1):
             if depth <= first:
                 break
             while above.depth > depth:
                 assert above.parent is not None
                 above = above.parent
-            if not self._has_window(above, depth, node, after):
-                deepest, first = depth - 1, first_of_prefix(depth - 1)
+            if not self._has_page(group, above, depth, prefix):
+                deepest, first = depth - 1, group.cached.first_of_prefix(depth - 1)
         return deepest
 
-    def _has_window(self, above: Node, depth: int, node: Node, after: list[bytes]) -> bool:
-        assert self.window is not None and self._group is not None
-        if depth > node.depth:
-            return after[depth - node.depth - 1] in self.window
-        return above in self._group.index or self.full.digest(above) in self.window
+    def _has_page(self, group: LayerGroup, above: Node, depth: int, prefix: StoredPrefix) -> bool:
+        tier = self.tiers[group.index]
+        if depth > prefix.node.depth:
+            return prefix.after[depth - prefix.node.depth - 1] in tier
+        return group.cached.page_of(above) is not None or self.full.digest(above) in tier
 
-    def window_digests(self, prefix: StoredPrefix) -> list[bytes]:
-        """Return the digests of the pages of the prefix's last window that are not on the device."""
-        if self._group is None:
-            return []
-        index, first = self._group.index, self._group.size.first_of_prefix(prefix.depth)
+    def missing(self, group: LayerGroup, prefix: StoredPrefix) -> list[bytes]:
+        """Return the digests of the pages of a group that a prefix needs and that are not on the device."""
+        first = group.cached.first_of_prefix(prefix.depth)
         before: list[bytes] = []
         node = prefix.node
         while node.depth > first:
-            if node not in index:
+            if group.cached.page_of(node) is None:
                 before.append(self.full.digest(node))
             assert node.parent is not None
             node = node.parent
@@ -338,9 +344,10 @@ class HostTiers:
 
     def keep(self, prefix: StoredPrefix | None) -> None:
         """Overwrite no copy that `prefix` needs, until the next call."""
-        if self.window is not None:
-            self.window.kept = set() if prefix is None else set(self.window_digests(prefix))
+        if self._groups:
             self.full.kept = set() if prefix is None else set(prefix.after)
+        for group in self._groups:
+            self.tiers[group.index].kept = set() if prefix is None else set(self.missing(group, prefix))
 
     def take_moves(self) -> list[PageMove]:
         """Return the copies to make before the next step, in order."""
@@ -363,5 +370,5 @@ class HostTiers:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is exactly once free or in use."""
-        for tier, num_slots in zip(self.tiers, self._num_slots, strict=False):
+        for tier, num_slots in zip(self.tiers, self._num_slots, strict=True):
             tier.check_integrity(num_slots)

@@ -13,14 +13,16 @@ If several engines share a server, `HeldPages` keeps prefixes in the cache until
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from jaxserve.kv.groups.base import LayerGroup
+from jaxserve.kv.groups.span_group import SpanGroup
+from jaxserve.kv.groups.state_group import StateGroup
 from jaxserve.kv.host_tier import HostTiers, StoredPrefix
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
-from jaxserve.kv.window_group import WindowGroup
-from jaxserve.types.page_keys import PageEvents, next_key, root_key
+from jaxserve.types.page_keys import PageEvents, next_key, root_key, token_bytes
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import FinishReason, PageMove, Request
 
@@ -82,7 +84,7 @@ class PageLog:
         assert above is not None and not isinstance(node.key, str)
         if above.page_key is None:
             above.page_key = root_key(str(above.key))
-        node.page_key = next_key(above.page_key, array("i", node.key).tobytes())
+        node.page_key = next_key(above.page_key, token_bytes(node.key))
         self._record(node.page_key, added=True)
 
     def removed(self, node: Node) -> None:
@@ -112,22 +114,23 @@ MAX_LOADED = 64
 class KVManager:
     """Slots and pages of one engine. With `prefix_cache` off the cache stays empty.
 
-    window: pages of the sliding-window layers; None if the model has no such layer
+    groups: the layer groups from 1 on, in order; empty if all layers see all tokens
     host: copies of evicted pages; None if the server keeps none
     page_log: the pages that enter and leave the cache; None if the server has one engine
 
-    Values per layer group are lists: full attention first, then sliding window.
+    Values per layer group are lists: group 0, which sees all tokens, first.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self.page_size = config.page_size
         self.num_slots = config.num_slots
-        self.window = _window_group(config)
+        self.groups = _groups(config)
+        self.states = next((group for group in self.groups if isinstance(group, StateGroup)), None)
         self.pool = PagePool(config.num_pages)
         self.page_log = PageLog() if config.page_events else None
         on_added = None if self.page_log is None else self.page_log.added
-        self.host = HostTiers(config, self.window) if config.num_host_pages else None
+        self.host = HostTiers(config, self.groups) if config.num_host_pages else None
         on_evicted = None if self.host is None else self.host.store
         self.cache = RadixCache(self.pool, config.page_size, self._on_removed(), on_evicted, on_added)
         self.held = HeldPages(self.cache)
@@ -137,15 +140,17 @@ class KVManager:
 
     def _on_removed(self) -> Callable[[Node], None] | None:
         """Return the function to call with each node that leaves the cache."""
-        window, log = self.window, self.page_log
-        if window is None or log is None:
-            return window.index.forget if window is not None else log.removed if log is not None else None
+        calls = [group.cached.forget for group in self.groups]
+        if self.page_log is not None:
+            calls.append(self.page_log.removed)
+        if len(calls) < 2:
+            return calls[0] if calls else None
 
-        def both(node: Node) -> None:
-            window.index.forget(node)
-            log.removed(node)
+        def all_of_them(node: Node) -> None:
+            for call in calls:
+                call(node)
 
-        return both
+        return all_of_them
 
     # --- counting
 
@@ -157,12 +162,19 @@ class KVManager:
     def num_available(self) -> int:
         """Return the number of pages that `grow` could allocate now, in the layer group that has the fewest."""
         full = self.pool.num_free + self.cache.num_evictable
-        return full if self.window is None else min(full, self.window.num_available)
+        for group in self.groups:
+            full = min(full, group.num_growable)
+        return full
+
+    def growable(self) -> list[int]:
+        """Return the number of pages by which running requests could grow now, of each layer group."""
+        full = self.pool.num_free + self.cache.num_evictable
+        return [full, *(group.num_growable for group in self.groups)]
 
     def available(self) -> list[int]:
         """Return the number of allocatable pages of each layer group."""
         full = self.pool.num_free + self.cache.num_evictable
-        return [full] if self.window is None else [full, self.window.num_available]
+        return [full, *(group.num_available for group in self.groups)]
 
     @property
     def has_leaving(self) -> bool:
@@ -180,7 +192,7 @@ class KVManager:
         while above is not None and above.parent is not None and above.num_locks == 1:
             own += 1
             above = above.parent
-        return [own] if self.window is None else [own, self.window.num_reclaimable(request)]
+        return [own, *(group.num_reclaimable(request) for group in self.groups)]
 
     # --- taking
 
@@ -188,14 +200,31 @@ class KVManager:
         """Return the node of the longest cached prefix of a waiting request. At least one token stays uncomputed."""
         assert request.slot is None, "its cache_node is in use"
         max_pages = self._max_cached_pages(request)
-        tokens = request.prompt_token_ids
+        tokens = request.prompt_keys
         if request.output_token_ids:
             tokens = tokens + request.output_token_ids
         node = self.cache.match_prefix(request.namespace, tokens, max_pages, request.cache_node)
-        if self.window is not None:
-            node = self.window.index.served(node)
+        if self.states is not None:
+            request.matched_node = node
+        if self.groups:
+            node = self.served(node)
         request.cache_node = node  # a hint, not locked
         return node
+
+    def served(self, node: Node) -> Node:
+        """Return the deepest node on the path to `node` whose prefix all groups can use."""
+        while True:
+            before = node
+            for group in self.groups:
+                node = group.cached.served(node)
+            if node is before or len(self.groups) == 1:
+                return node
+
+    def num_usable(self, leader: Request, num_pages: int) -> int:
+        """Return how many of the first `num_pages` pages of a running prompt others can use once it is computed."""
+        for group in self.groups:
+            num_pages = group.num_usable(leader, num_pages)
+        return num_pages
 
     def _max_cached_pages(self, request: Request) -> int:
         bypass = request.reads_whole_prompt or not self._prefix_cache
@@ -207,14 +236,15 @@ class KVManager:
         That is the fewest pages to allocate, plus the cached pages of the prefix that can no longer be evicted.
         """
         full = self.num_pages_for(request.num_tokens) - node.depth + self.cache.num_unlocked(node)
-        return [full] if self.window is None else [full, self.window.num_new_pages(request, node)]
+        return [full, *(group.num_new(request, node) for group in self.groups)]
 
-    def take(self, request: Request, node: Node, surplus: int = 0) -> None:
+    def take(self, request: Request, node: Node, surplus: Sequence[int] = ()) -> None:
         """Assign a slot and the pages of all its known tokens to a request. `node` is the result of a fresh `match`.
 
         Pages that follow it in the memory of the host are loaded, so request.cache_node can be deeper than `node`.
-        surplus: pages of the last layer group beyond `num_new_pages` that no other request is expected to need
+        surplus: for each of `groups`, pages beyond `num_new_pages` that no other request is expected to need; (): none
         """
+        surplus = surplus or (0,) * len(self.groups)
         stored, surplus = self._to_load(request, node, surplus)
         node, total = stored.node, self.num_pages_for(request.num_tokens)
         self.cache.lock(node)
@@ -228,50 +258,56 @@ class KVManager:
         request.page_ids = node.page_ids + pages
         request.page_capacity = total * self.page_size
         request.num_read_tokens = node.depth * self.page_size
-        if self.window is not None:
-            held += self._load_window(node)
-            self.window.take(request, node, surplus)
-            self.window.unlock_window(held)
+        for group, locked, spare in zip(self.groups, held, surplus, strict=True):
+            locked += self._load_missing(group, node)
+            group.take(request, node, spare)
+            group.cached.unlock_all(locked)
+        if self.groups and self.host is not None:
+            self.host.keep(None)
 
     def _find_stored(self, request: Request, node: Node) -> StoredPrefix:
         """Return the longest prefix that can be loaded. `node` is the result of a fresh `match`."""
         num_pages = self._max_cached_pages(request)
         if self.host is None or num_pages <= node.depth:
             return StoredPrefix(node, [])
-        if self.window is not None:  # the cache may have more pages, without those of the window
-            tokens = request.token_ids(0, num_pages * self.page_size)
+        if self.groups:  # the cache may have more pages, without those of the other groups
+            tokens = request.page_tokens(0, num_pages * self.page_size)
             node = self.cache.match_prefix(request.namespace, tokens, num_pages, node)
-        tokens = request.token_ids(node.depth * self.page_size, num_pages * self.page_size)
+        tokens = request.page_tokens(node.depth * self.page_size, num_pages * self.page_size)
         return self.host.find(node, tokens)
 
-    def _to_load(self, request: Request, node: Node, surplus: int) -> tuple[StoredPrefix, int]:
+    def _to_load(self, request: Request, node: Node, surplus: Sequence[int]) -> tuple[StoredPrefix, Sequence[int]]:
         """Return the prefix that `take` uses, and the surplus that is left with it.
 
-        The sliding-window layers need pages for their loaded copies beside the pages of the prompt. If there are more
-        of them than was planned, nothing is loaded.
+        The groups need pages for their loaded copies beside the pages of the prompt. If there are more of them than
+        was planned, nothing is loaded.
         """
         stored = self._find_stored(request, node)
-        if self.window is None or stored.depth == node.depth:
+        if not self.groups or stored.depth == node.depth:
             return StoredPrefix(node, stored.after), surplus
-        planned = self.window.num_new_pages(request, node) + surplus
-        left = planned - self.window.num_new_with(request, stored.node, stored.depth)
-        return (stored, left) if left >= 0 else (StoredPrefix(node, []), surplus)
+        left = [
+            group.num_new(request, node) + spare - group.num_new_with(request, stored.node, stored.depth)
+            for group, spare in zip(self.groups, surplus, strict=True)
+        ]
+        return (stored, left) if min(left) >= 0 else (StoredPrefix(node, []), surplus)
 
-    def _hold(self, stored: StoredPrefix) -> list[Node]:
-        """Protect the prefix from eviction, and its copies from being overwritten. Return the nodes it locked."""
-        if self.host is None or self.window is None:
-            return []
+    def _hold(self, stored: StoredPrefix) -> list[list[Node]]:
+        """Protect the prefix from eviction, and its copies from being overwritten. Return the nodes that it locked.
+
+        They are of each of `groups`.
+        """
+        if self.host is None or not self.groups:
+            return [[] for _ in self.groups]
         self.host.keep(stored)
-        return self.window.lock_window(stored.node, stored.depth)
+        return [group.cached.lock_prefix(stored.node, stored.depth) for group in self.groups]
 
-    def _load_window(self, node: Node) -> list[Node]:
-        """Load the missing pages of the last window. Return their nodes, whose window pages are locked."""
-        if self.host is None or self.host.window is None or self.window is None:
+    def _load_missing(self, group: LayerGroup, node: Node) -> list[Node]:
+        """Load the pages of a group that the prefix `node` lacks. Return their nodes, whose pages are locked."""
+        if self.host is None:
             return []
-        nodes, pages = self.window.add_missing(node)
-        count = self.host.window.load([self.host.full.digest(above) for above in nodes], pages)
+        nodes, pages = group.cached.add_missing(node)
+        count = self.host.tiers[group.index].load([self.host.full.digest(above) for above in nodes], pages)
         assert count == len(nodes), "a copy that was kept is gone"
-        self.host.keep(None)
         return nodes
 
     def _load(self, request: Request, stored: StoredPrefix, page_ids: list[int]) -> Node:
@@ -280,7 +316,7 @@ class KVManager:
         node = stored.node
         count = self.host.full.load(stored.after, page_ids)
         begin, end = node.depth * self.page_size, (node.depth + count) * self.page_size
-        new, duplicates = self.cache.insert(node, request.token_ids(begin, end), page_ids[:count], node.depth + count)
+        new, duplicates = self.cache.insert(node, request.page_tokens(begin, end), page_ids[:count], node.depth + count)
         assert not duplicates, "the match was not the longest"
         return new
 
@@ -325,9 +361,11 @@ class KVManager:
     def prompt_reach(self, request: Request, end: int) -> int:
         """Return the position, at most `end`, up to which a running prompt has pages now.
 
-        Sliding-window pages of a prompt are reused as its steps are read.
+        The groups reuse pages of a prompt as its steps are read.
         """
-        return end if self.window is None else self.window.reach(request, end)
+        for group in self.groups:
+            end = group.reach(request, end)
+        return end
 
     # --- sharing and giving back
 
@@ -338,12 +376,13 @@ class KVManager:
         """
         num_pages, start = num_tokens // self.page_size, request.cache_node
         if self._prefix_cache and num_pages > start.depth:
-            tokens = request.token_ids(start.depth * self.page_size, num_pages * self.page_size)
+            tokens = request.page_tokens(start.depth * self.page_size, num_pages * self.page_size)
             pages = request.page_ids[start.depth : num_pages]
             request.cache_node, duplicates = self.cache.insert(start, tokens, pages, num_pages)
             request.duplicate_page_ids += duplicates
-            if self.window is not None:
-                self.window.commit(request, request.cache_node, start.depth)
+        if self._prefix_cache:
+            for group in self.groups:
+                group.commit(request, request.cache_node, start.depth, num_tokens)
 
     def merge_duplicates(self, requests: Iterable[Request]) -> None:
         """Free pages that exist twice: as the request's own and as a cached copy that no other request uses."""
@@ -375,8 +414,8 @@ class KVManager:
         node: Node = request.cache_node
         self.pool.free(request.duplicate_page_ids)
         self.pool.free(request.page_ids[node.depth :])
-        if self.window is not None:
-            self.window.release(request)
+        for group in self.groups:
+            group.release(request)
         if request.hold_seconds > 0 and request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
             self.held.hold(node, request.hold_seconds)
         self.cache.unlock(node)
@@ -433,9 +472,9 @@ class KVManager:
         """Return the pages to copy between device and host before the next step."""
         return [] if self.host is None else self.host.take_moves()
 
-    def page_counts(self) -> dict[str, int]:
+    def page_counts(self) -> dict[str, Any]:
         """Return the gauges of the pages, by their names in SchedulerStats."""
-        config, num_free, window, host = self._config, self.pool.num_free, self.window, self.host
+        config, num_free, host = self._config, self.pool.num_free, self.host
         return {
             "num_pages": config.num_pages,
             "num_pages_free": num_free,
@@ -445,7 +484,9 @@ class KVManager:
             "num_host_pages_used": 0 if host is None else host.full.num_pages,
             "num_host_pages_stored": 0 if host is None else host.full.num_stored,
             "num_host_pages_loaded": 0 if host is None else host.full.num_loaded,
-            "num_window_pages_used": 0 if window is None else config.num_window_pages - window.num_available,
+            "group_pages_used": [g.num_pages - g.num_available for g in self.groups if g is not self.states],
+            "num_state_pages_used": 0 if self.states is None else self.states.num_pages - self.states.num_available,
+            "num_state_pages_cached": 0 if self.states is None else self.states.cached.num_pages,
         }
 
     def check_integrity(self, running: Iterable[Request]) -> None:
@@ -460,14 +501,22 @@ class KVManager:
             assert request.page_capacity == len(request.page_ids) * self.page_size
             owned += own
         self.pool.check_integrity(owned)
-        if self.window is not None:
-            self.window.check_integrity(holders)
+        for group in self.groups:
+            group.check_integrity(holders)
+        assert all(set(request.holdings) == {group.index for group in self.groups} for request in holders)
         if self.host is not None:
             self.host.check_integrity()
         slots = [request.slot for request in holders] + self._slots
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two owners"  # type: ignore[type-var]
 
 
-def _window_group(config: SchedulerConfig) -> WindowGroup | None:
-    size = config.window_size
-    return size and WindowGroup(config.num_window_pages, size, config.max_sequence_tokens)
+def _groups(config: SchedulerConfig) -> tuple[LayerGroup, ...]:
+    pairs = zip(config.groups, config.spans, strict=True)
+    groups: list[LayerGroup] = [
+        SpanGroup(index, group.num_pages, span, config.max_sequence_tokens)
+        for index, (group, span) in enumerate(pairs, start=1)
+    ]
+    if config.states is not None:
+        keeps = config.prefix_cache
+        groups.append(StateGroup(1 + len(groups), config.states, config.page_size, config.num_slots, keeps=keeps))
+    return tuple(groups)

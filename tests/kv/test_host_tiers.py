@@ -42,10 +42,10 @@ def test_a_prefix_needs_all_pages_of_one_group_and_the_last_window_of_the_other(
     assert ask(core, FIRST) == 40
     evict(core)
     host = core.scheduler.kv.host
-    assert host is not None and host.window is not None and kept(core, FIRST) == 0
-    full, window = host.full.num_loaded, host.window.num_loaded
+    assert host is not None and kept(core, FIRST) == 0
+    full, window = host.full.num_loaded, host.tiers[1].num_loaded
     assert ask(core, FIRST) == PAGE, "the last page of a prompt is computed"
-    assert (host.full.num_loaded - full, host.window.num_loaded - window) == (9, 2)
+    assert (host.full.num_loaded - full, host.tiers[1].num_loaded - window) == (9, 2)
 
 
 def test_where_the_window_is_lost_a_shorter_prefix_is_loaded() -> None:
@@ -53,9 +53,9 @@ def test_where_the_window_is_lost_a_shorter_prefix_is_loaded() -> None:
     ask(core, FIRST)
     evict(core)
     host = core.scheduler.kv.host
-    assert host is not None and host.window is not None
+    assert host is not None
     pages = host.full.find(core.scheduler.kv.cache.match_prefix("", FIRST, 0), FIRST, 10)
-    host.window._give_up(host.window._slots.pop(pages[8]))  # in the window of the tenth page
+    host.tiers[1]._give_up(host.tiers[1]._slots.pop(pages[8]))  # in the window of the tenth page
     assert ask(core, FIRST) == 40 - 8 * PAGE
 
 
@@ -64,12 +64,12 @@ def test_window_pages_alone_are_loaded_for_a_prefix_that_the_device_has() -> Non
     ask(core, FIRST)
     evict(core)
     kv = core.scheduler.kv
-    assert kept(core, FIRST) == 10 and kv.window is not None and kv.host is not None and kv.host.window is not None
+    assert kept(core, FIRST) == 10 and kv.host is not None
     node = kv.cache.match_prefix("", FIRST, 9)
-    assert kv.window.index.served(node).depth == 0, "and cannot use alone"
+    assert kv.groups[0].cached.served(node).depth == 0, "and cannot use alone"
     before = kv.host.full.num_loaded
     assert ask(core, FIRST) == PAGE
-    assert kv.host.full.num_loaded == before and kv.host.window.num_loaded == 2
+    assert kv.host.full.num_loaded == before and kv.host.tiers[1].num_loaded == 2
 
 
 def test_what_a_prefix_needs_is_not_overwritten_while_room_is_made_for_it() -> None:

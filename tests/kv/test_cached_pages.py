@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.kv.groups.cached_pages import CachedPages
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
-from jaxserve.kv.window_group import WindowIndex
-from jaxserve.types.scheduling import WindowSize
+from jaxserve.types.scheduling import Reach, Span
 
 
 def chain(length: int) -> list[Node]:
@@ -20,7 +20,7 @@ def chain(length: int) -> list[Node]:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.booleans(), min_size=0, max_size=12), st.integers(1, 20), st.integers(1, 5))
 def test_served_is_the_longest_prefix_whose_last_window_is_here(here: list[bool], window: int, page_size: int) -> None:
-    index = WindowIndex(PagePool(20), WindowSize(window, page_size, chunk=8))
+    index = CachedPages(PagePool(20), Span(Reach("window", window), page_size, prompt_tokens=8).first_of_prefix)
     nodes = chain(len(here))
     for page, (node, is_here) in enumerate(zip(nodes[1:], here, strict=True)):
         if is_here:
@@ -39,7 +39,7 @@ def test_served_is_the_longest_prefix_whose_last_window_is_here(here: list[bool]
 
 def test_a_page_whose_node_is_gone_stays_for_its_user() -> None:
     pool = PagePool(4)
-    index = WindowIndex(pool, WindowSize(4, 2, chunk=8))
+    index = CachedPages(pool, Span(Reach("window", 4), 2, prompt_tokens=8).first_of_prefix)
     tree = RadixCache(PagePool(4), 2, index.forget)
     root = tree.match_prefix("", [], 0)
     tree.lock(root)
@@ -57,7 +57,7 @@ def test_a_page_whose_node_is_gone_stays_for_its_user() -> None:
 
 def test_the_least_recently_unlocked_goes_first() -> None:
     pool = PagePool(3)
-    index = WindowIndex(pool, WindowSize(4, 2, chunk=8))
+    index = CachedPages(pool, Span(Reach("window", 4), 2, prompt_tokens=8).first_of_prefix)
     nodes = chain(3)[1:]
     for node in nodes:
         index.put(node, pool.allocate(1)[0])

@@ -7,8 +7,8 @@ import pytest
 
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.errors import ConfigError
-from jaxserve.kv.window_group import WindowGroup, WindowPages
-from jaxserve.types.scheduling import SchedulerConfig, WindowSize
+from jaxserve.kv.groups.span_group import SpanGroup, WindowPages
+from jaxserve.types.scheduling import SchedulerConfig, Span
 from jaxserve.types.step import Request
 from tests.fakes import Transcripts, alone, make_core, make_request, run_all, small_config
 
@@ -25,16 +25,16 @@ def prompt_of(length: int, first: int = 1) -> list[int]:
     return [(first + 7 * i) % 90 for i in range(length)]
 
 
-def group(core: EngineCore) -> WindowGroup:
-    window = core.scheduler.kv.window
-    assert window is not None
-    return window
+def group(core: EngineCore) -> SpanGroup:
+    (found,) = core.scheduler.kv.groups
+    assert isinstance(found, SpanGroup)
+    return found
 
 
 def held(core: EngineCore) -> Iterator[tuple[Request, WindowPages]]:
     for request in core.scheduler._running:
-        if request.window is not None:
-            yield request, request.window
+        if request.holdings:
+            yield request, request.holdings[1]
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -42,7 +42,7 @@ def held(core: EngineCore) -> Iterator[tuple[Request, WindowPages]]:
 def test_a_request_holds_a_window_however_long_it_is(chunk: int, prefix_cache: bool) -> None:
     """1,000 tokens, of which 700 are prompt: at most two chunks and a window, and then a window and a little."""
     core = make_core(windowed(prefix_cache=prefix_cache, prefill_chunk_size=chunk))
-    size = group(core).size
+    size = group(core).span
     core.add(make_request("a", prompt_of(700), max_tokens=300))
     core.add(make_request("b", prompt_of(9, 50), max_tokens=300))
     transcripts, longest = Transcripts(), 0
@@ -64,8 +64,8 @@ def test_a_request_holds_a_window_however_long_it_is(chunk: int, prefix_cache: b
 def mutants() -> dict[str, object]:
     """The first page that the next token sees is given away, always or where it holds but the first token of these."""
     return {
-        "a page": lambda size, position: max(0, position - size.window + 1) // size.page_size + 1,
-        "a token": lambda size, position: max(0, (position - size.window + 2) // size.page_size),
+        "a page": lambda size, position: max(0, position - size.reach.tokens + 1) // size.page_size + 1,
+        "a token": lambda size, position: max(0, (position - size.reach.tokens + 2) // size.page_size),
     }
 
 
@@ -74,7 +74,7 @@ def test_a_page_given_away_too_early_is_noticed(early: object, monkeypatch: pyte
     requests = [make_request(f"r{i}", prompt_of(30 + i, i), max_tokens=60) for i in range(4)]
     config = windowed(window=11, num_window_pages=24)
     run_all(make_core(config), requests)
-    monkeypatch.setattr(WindowSize, "first_needed", early)
+    monkeypatch.setattr(Span, "first_needed", early)
     with pytest.raises(StepError, match=r"reused too early|another's token in a window|never written"):
         run_all(make_core(config), requests)
 
@@ -84,13 +84,13 @@ def test_pages_of_a_step_in_flight_are_not_reused(monkeypatch: pytest.MonkeyPatc
     config = windowed(num_window_pages=12, prefill_chunk_size=16)
     requests = [make_request("a", prompt_of(200), max_tokens=3)]
     run_all(make_core(config), requests)
-    reach = WindowGroup.reach
+    reach = SpanGroup.reach
 
-    def hasty(group: WindowGroup, request: Request, end: int) -> int:
-        request.window.num_read = request.num_computed_tokens
+    def hasty(group: SpanGroup, request: Request, end: int) -> int:
+        request.holdings[1].num_read = request.num_computed_tokens
         return reach(group, request, end)
 
-    monkeypatch.setattr(WindowGroup, "reach", hasty)
+    monkeypatch.setattr(SpanGroup, "reach", hasty)
     with pytest.raises(StepError, match="reused too early"):
         run_all(make_core(config), requests)
 
@@ -118,7 +118,7 @@ def test_a_common_beginning_is_a_hit_while_its_window_is_there() -> None:
     stem = prompt_of(40)
     assert cached(core, stem + prompt_of(9, 50)) == 0
     assert cached(core, stem + prompt_of(9, 60)) == 40
-    group(core).index.evict(1000)
+    group(core).cached.evict(1000)
     assert cached(core, stem + prompt_of(9, 70)) == 0, "the other layers still have it, these do not"
     assert cached(core, stem + prompt_of(9, 80)) == 40, "and now they do again"
 
@@ -145,10 +145,10 @@ def test_a_prefix_computed_again_is_as_good_as_new() -> None:
     core = make_core(windowed())
     for first in (1, 50):
         assert cached(core, prompt_of(40, first)) == 0
-    group(core).index.evict(7)
+    group(core).cached.evict(7)
     assert cached(core, prompt_of(40, 1)) == 0
-    assert group(core).index.num_pages == 20
-    group(core).index.evict(10)
+    assert group(core).cached.num_pages == 20
+    group(core).cached.evict(10)
     assert cached(core, prompt_of(40, 1)) == 36
 
 
@@ -157,7 +157,7 @@ def test_eviction_takes_windowed_pages_and_leaves_the_nodes() -> None:
     for i in range(12):
         assert cached(core, prompt_of(40, i)) == 0
     kv = core.scheduler.kv
-    assert kv.cache.num_pages == 120 and group(core).index.num_pages <= 24
+    assert kv.cache.num_pages == 120 and group(core).cached.num_pages <= 24
     assert cached(core, prompt_of(40, 11)) == 36 and cached(core, prompt_of(40, 0)) == 0
 
 
@@ -198,7 +198,7 @@ def test_admission_leaves_room_for_windows_to_fill() -> None:
 def test_where_pages_are_scarce_a_long_prompt_begins_with_fewer() -> None:
     """Twelve windows of pages, ten prompts that could each use seven: they do not wait for so many to come free."""
     core = make_core(windowed(num_window_pages=60, max_num_seqs=16, max_num_batched_tokens=64), eos_token_ids=(1000,))
-    assert group(core).size.prefilling == 36
+    assert group(core).span.prefilling == 36
     requests = [make_request(f"r{i}", prompt_of(150, 9 * i), max_tokens=100) for i in range(10)]
     for request in requests:
         core.add(request)
@@ -219,7 +219,7 @@ def test_where_pages_are_scarce_a_long_prompt_begins_with_fewer() -> None:
 def test_the_least_number_of_pages(pages: int) -> None:
     sizes = {"num_window_pages": pages, "max_model_len": 512}
     if pages < 10:
-        with pytest.raises(ConfigError, match="9 pages for windowed layers are too few: 10"):
+        with pytest.raises(ConfigError, match="9 pages for layers with a window of 10 tokens are too few: 10"):
             windowed(**sizes)
         return
     core = make_core(windowed(**sizes))

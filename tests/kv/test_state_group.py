@@ -1,0 +1,213 @@
+"""Which recurrent states are kept and served, and that no rule about their pages can be left out.
+
+The engine's random worlds (tests/engine/test_core.py) hold every fold to a hash of all tokens; the mutants here are the
+rules that must matter to them.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from jaxserve.engine.core import EngineCore, StepError
+from jaxserve.errors import ConfigError
+from jaxserve.kv.groups.cached_pages import CachedPages
+from jaxserve.kv.groups.state_group import StateGroup, StatePages
+from jaxserve.kv.radix_cache import Node
+from jaxserve.types.scheduling import STATE_COLUMNS, StateSizes
+from jaxserve.types.step import Request, TableUpdate
+from tests.engine.test_core import World
+from tests.fakes import VOCAB, make_core, make_request, run_all, small_config
+
+PAGE, BORDER, INTERVAL = 4, 8, 32
+
+
+def core_of(num_pages: int = 40, **changes: object) -> EngineCore:
+    sizes: dict[str, object] = {"num_pages": 400, "max_model_len": 512, "max_num_batched_tokens": 64}
+    states = StateSizes(num_pages, INTERVAL, BORDER)
+    return make_core(small_config(**(sizes | {"states": states} | changes)), eos_token_ids=(1000,))
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def computed(core: EngineCore, prompt: list[int], name: str, max_tokens: int = 1) -> int:
+    """Prompt tokens that a request computes."""
+    before = core.scheduler.counters.prefill_tokens
+    run_all(core, [make_request(name, prompt, max_tokens=max_tokens)])
+    core.scheduler.check_integrity()
+    return core.scheduler.counters.prefill_tokens - before
+
+
+def test_a_shared_beginning_costs_an_interval_once_and_then_a_border() -> None:
+    core, shared = core_of(), words(100)
+    assert computed(core, shared + words(7, 1), "first") == 107
+    assert computed(core, shared + words(7, 2), "second") == 107 - 96, "96 is a multiple of the interval"
+    other = words(93, 3)
+    assert computed(core, other + words(40, 4), "a") == 133
+    assert computed(core, other + words(40, 5), "b") == 133 - 64
+    assert computed(core, other + words(40, 6), "c") == 133 - 88, "the junction: the last border in what is shared"
+    assert core.scheduler.counters.stateless_tokens == 4 + (92 - 64) + (92 - 88)
+
+
+def test_a_conversation_computes_what_is_new_and_what_was_written_since_the_last_state() -> None:
+    core, history, before = core_of(), words(50), 0
+    for turn in range(6):
+        answer = run_all(core, [make_request(f"turn {turn}", history, max_tokens=40)])[f"turn {turn}"].token_ids
+        now = core.scheduler.counters.prefill_tokens
+        assert now - before <= 20 + BORDER + INTERVAL or not turn
+        history, before = history + answer + words(20, turn), now
+    core.scheduler.check_integrity()
+
+
+def test_siblings_wait_for_the_state_at_the_prompts_last_border() -> None:
+    core, prompt = core_of(max_num_batched_tokens=16), words(63)
+    requests = [make_request(f"r{i}", prompt, max_tokens=9, group="one") for i in range(4)]
+    run_all(core, requests)
+    assert core.scheduler.counters.prefill_tokens == 63 + 3 * (63 - 56)
+
+
+def test_an_evicted_state_leaves_its_pages_and_the_junction_comes_back() -> None:
+    core, prompt = core_of(num_pages=2, max_num_seqs=2), words(60)
+    assert computed(core, prompt, "a") == 60
+    assert computed(core, words(60, 1), "another") == 60, "its state needs the page"
+    assert computed(core, prompt, "b") == 60
+    assert core.scheduler.counters.stateless_tokens == 56
+    assert computed(core, prompt, "c") == 4
+
+
+def test_without_a_prefix_cache_no_state_is_kept() -> None:
+    core = core_of(num_pages=2, prefix_cache=False)
+    assert [computed(core, words(60), name) for name in "ab"] == [60, 60]
+    states = core.scheduler.kv.states
+    assert states is not None and states.cached.num_pages == 0
+
+
+def test_what_a_state_excludes_is_named() -> None:
+    sizes: dict[str, object] = {"states": StateSizes(40, INTERVAL, BORDER)}
+    changes: tuple[dict[str, object], ...] = ({"num_host_pages": 4}, {"max_drafts": 1}, {"page_size": 3})
+    for change in (*changes, {"states": StateSizes(1, 8, 8)}):
+        with pytest.raises(ConfigError):
+            small_config(**(sizes | change))
+
+
+# --- mutants
+
+Mutant = Callable[[], Any]
+
+
+@contextmanager
+def patched(owner: type, name: str, new: Any) -> Iterator[None]:
+    with patch.object(owner, name, new):
+        yield
+
+
+def no_lock() -> Any:
+    """The state that a first step reads can be evicted in that step."""
+    take = StateGroup.take
+
+    def unlocked(self: StateGroup, request: Request, node: Node, surplus: int) -> None:
+        take(self, request, node, surplus)
+        self._unlock(request.holdings[self.index])
+
+    return patched(StateGroup, "take", unlocked)
+
+
+def early_commit() -> Any:
+    """A state counts as kept before the row was read that writes it."""
+    commit = StateGroup.commit
+
+    def early(self: StateGroup, request: Request, node: Node, depth: int, num_tokens: int) -> None:
+        commit(self, request, node, depth, num_tokens + 1)
+
+    return patched(StateGroup, "commit", early)
+
+
+def wrong_depth() -> Any:
+    """Any cached page is served, whether its state was kept or not."""
+    return patched(CachedPages, "served", lambda self, node: node)
+
+
+def forgotten_entry() -> Any:
+    """An entry that a shortened chunk did not reach is overwritten."""
+    cover = StateGroup.cover
+
+    def forgetful(self: StateGroup, request: Request, start: int, end: int) -> TableUpdate | None:
+        held: StatePages = request.holdings[self.index]
+        if not held.is_new:
+            held.entries = [None] * len(held.entries)
+        return cover(self, request, start, end)
+
+    return patched(StateGroup, "cover", forgetful)
+
+
+def kept_after_the_node() -> Any:
+    """The state of a page that left the tree stays."""
+    return patched(CachedPages, "forget", lambda self, node: None)
+
+
+def no_release() -> Any:
+    """A request that ends keeps the pages of states that the cache did not take."""
+    release = StateGroup.release
+
+    def leaking(self: StateGroup, request: Request) -> None:
+        request.holdings[self.index].pending = []
+        release(self, request)
+
+    return patched(StateGroup, "release", leaking)
+
+
+def old_state_read() -> Any:
+    """A request begins with an empty state whatever its prefix."""
+    cover = StateGroup.cover
+
+    def empty(self: StateGroup, request: Request, start: int, end: int) -> TableUpdate | None:
+        update = cover(self, request, start, end)
+        if update is not None and update.first == 0:
+            update.page_ids[0] = self.num_pages
+        return update
+
+    return patched(StateGroup, "cover", empty)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    no_lock,
+    early_commit,
+    wrong_depth,
+    forgotten_entry,
+    kept_after_the_node,
+    no_release,
+    old_state_read,
+)
+
+
+def survives(seed: int) -> bool:
+    world = World(random.Random(seed), states=True)
+    try:
+        world.run(arrivals=12, abort_rate=0.05)
+        for request in world.requests.values():
+            world.check(request)
+    except (AssertionError, ValueError, KeyError, IndexError, StepError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_random_worlds_notice_a_rule_that_is_left_out(mutant: Mutant) -> None:
+    with mutant():
+        assert not all(survives(seed) for seed in range(60))
+
+
+@pytest.mark.parametrize("length", [3, 60])
+def test_a_first_chunk_replaces_all_columns_of_the_slots_last_owner(length: int) -> None:
+    """An entry that stayed would be written when the new request reaches its position."""
+    core = core_of()
+    core.add(make_request("a", words(length), max_tokens=4))
+    output = core.scheduler.schedule(0.0)
+    assert output is not None
+    (update,) = output.table_updates
+    assert (update.first, len(update.page_ids), update.group) == (0, STATE_COLUMNS, 1)
