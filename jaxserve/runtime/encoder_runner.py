@@ -65,8 +65,10 @@ class EncoderRunner:
         if store is None and config.compile_cache is not None:
             program_cache.enable(config.compile_cache)
         self.config = config
+        self.store = store
         self.mesh = mesh
         self.leaves: Leaves = loaded.leaves
+        self.draft_leaves: Leaves = ()
         longest = longest_text(config, pooling)
         self.buckets = EncodeBuckets.of(
             config.max_num_seqs, config.max_num_batched_tokens, longest, deterministic=config.deterministic

@@ -4,7 +4,7 @@ Pages arrive as device arrays that may not be computed yet. They are copied to t
 so that dispatching a step does not wait for the device.
 
 PageTransfer exports and imports whole pages. A page id names the same page in every layer of a group, so pages are
-moved by group: 0, or 1 for the layers with a sliding window. A program that was not compiled at the start is compiled
+moved by group. A program that was not compiled at the start is compiled
 at its first call.
 """
 
@@ -99,7 +99,8 @@ class PageTransfer:
 
 def transfer_name(kind: Literal["export", "import"], size: int, group: int) -> str:
     """Return the name of the program that moves `size` pages of a layer group."""
-    return f"{kind}{'_window' if group else ''}_pages[{size}]"
+    name = ("", "_window")[group] if group < 2 else f"_group_{group}"
+    return f"{kind}{name}_pages[{size}]"
 
 
 def _chunk(first: int, count: int, size: int, pages: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import jax
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.system import machine_memory
-from jaxserve.types.scheduling import WindowSize
+from jaxserve.types.scheduling import GroupSizes, Reach, Span
 
 logger = logging.getLogger(__name__)
 
@@ -28,32 +28,59 @@ _REACH = 2**31  # array elements that a signed 32-bit offset reaches
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes over all devices of the engine, and the number of pages.
+class GroupPlan:
+    """The pages of a layer group from 1 on, see `kv_cache`. Bytes are of one page in all layers of the group."""
 
-    The full-attention group is the layers without a sliding window, or all layers if there is no sliding-window group.
-    """
+    reach: Reach
+    page_bytes: int
+    num_pages: int
+    host_page_bytes: int = 0
+    num_host_pages: int = 0  # copies of evicted pages in the memory of the host
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | self.reach._asdict()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes over all devices of the engine, and the number of pages. The fields without a group's are of group 0."""
 
     device_bytes: int  # memory of the devices
     budget_bytes: int  # memory_fraction of it
     weight_bytes: int
     state_bytes: int  # slot state, and the hidden states between extend and head_sample
     scratch_bytes: int  # temporary memory of the largest program
-    page_bytes: int  # of one page in all layers of the full-attention group
+    page_bytes: int  # of one page in all layers of group 0
     num_pages: int
     page_size: int  # tokens
     max_model_len: int
-    window: int | None = None  # tokens that the sliding-window group sees; None: there is no such group
-    window_page_bytes: int = 0  # of one page in all layers of the sliding-window group
-    num_window_pages: int = 0
     num_host_pages: int = 0  # copies of evicted pages in the memory of the host
     host_page_bytes: int = 0
-    num_host_window_pages: int = 0  # likewise, of the sliding-window group
-    host_window_page_bytes: int = 0
+    groups: tuple[GroupPlan, ...] = ()  # the layer groups from 1 on
+    num_state_pages: int = 0  # recurrent states; 0: no layer has one
+    state_page_bytes: int = 0  # of one in all layers that have one
+
+    @property
+    def pages_by_group(self) -> tuple[int, ...]:
+        """Number of pages of each layer group, recurrent states last."""
+        states = (self.num_state_pages,) if self.num_state_pages else ()
+        return self.num_pages, *(group.num_pages for group in self.groups), *states
+
+    @property
+    def host_pages_by_group(self) -> tuple[int, ...]:
+        """Number of copies in the memory of the host of each layer group."""
+        return self.num_host_pages, *(group.num_host_pages for group in self.groups)
+
+    @property
+    def group_sizes(self) -> tuple[GroupSizes, ...]:
+        """The pools of the layer groups from 1 on."""
+        return tuple(GroupSizes(group.reach, group.num_pages, group.num_host_pages) for group in self.groups)
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_pages * self.page_bytes + self.num_window_pages * self.window_page_bytes
+        pools = [(group.num_pages, group.page_bytes) for group in self.groups]
+        pools += [(self.num_pages, self.page_bytes), (self.num_state_pages, self.state_page_bytes)]
+        return sum(count * size for count, size in pools)
 
     @property
     def kv_tokens(self) -> int:
@@ -62,22 +89,31 @@ class MemoryPlan:
     @property
     def max_concurrency(self) -> float:
         """Return the number of requests of the full context length that fit at once."""
-        full = self.kv_tokens / self.max_model_len
-        if self.window is None:
-            return full
-        size = WindowSize(self.window, self.page_size, chunk=1)
-        return min(full, self.num_window_pages / size.most(self.max_model_len))
+        fitting = [self.kv_tokens / self.max_model_len]
+        for group in self.groups:
+            span = Span(group.reach, self.page_size, prompt_tokens=1)
+            fitting.append(group.num_pages / span.most(self.max_model_len))
+        if self.num_state_pages:
+            fitting.append(self.num_state_pages)
+        return min(fitting)
 
     def as_dict(self) -> dict[str, Any]:
         derived = {name: getattr(self, name) for name in ("kv_bytes", "kv_tokens", "max_concurrency")}
-        return dataclasses.asdict(self) | derived
+        return dataclasses.asdict(self) | derived | {"groups": [group.as_dict() for group in self.groups]}
+
+    def with_pages(self, num_pages: int, of_groups: Sequence[int]) -> MemoryPlan:
+        """Return the plan with other numbers of pages, in group 0 and in `groups`."""
+        pairs = zip(self.groups, of_groups, strict=True)
+        groups = tuple(dataclasses.replace(group, num_pages=count) for group, count in pairs)
+        return dataclasses.replace(self, num_pages=num_pages, groups=groups)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The inputs of the plan. Bytes are over all devices; the fields are MemoryPlan's.
 
-    reached: bytes of one page in a layer of each group on a device, if `within_reach` limits them, else 0.
+    groups: the span of each layer group from 1 on, and the bytes of one page in all its layers.
+    reached: bytes of one page in a layer of each group on a device, if `within_reach` limits them, else 0; (): no limit
     """
 
     weight_bytes: int
@@ -86,61 +122,112 @@ class Sizes:
     page_bytes: int
     page_size: int
     max_num_seqs: int
-    window_page_bytes: int = 0
-    window: WindowSize | None = None
-    reached: tuple[int, int] = (0, 0)
+    groups: tuple[tuple[Span, int], ...] = ()
+    reached: tuple[int, ...] = ()
+    state_page_bytes: int = 0  # of a recurrent state in all layers that have one
     scratch_page_bytes: int = 0  # by which a page makes the temporary memory larger, if programs copy the cache
 
     def with_scratch(self) -> Sizes:
         """Return the sizes with a page that has its share of the temporary memory, of the first group with bytes."""
-        name = "page_bytes" if self.page_bytes else "window_page_bytes"
-        return dataclasses.replace(self, **{name: getattr(self, name) + self.scratch_page_bytes})
+        if self.page_bytes:
+            return dataclasses.replace(self, page_bytes=self.page_bytes + self.scratch_page_bytes)
+        (span, page_bytes), *others = self.groups
+        return dataclasses.replace(self, groups=((span, page_bytes + self.scratch_page_bytes), *others))
+
+    def pool_bytes(self, num_pages: int, of_groups: Sequence[int]) -> int:
+        """Return the bytes of `num_pages` pages in group 0 and of `of_groups` in the others."""
+        others = zip(of_groups, self.groups, strict=True)
+        return num_pages * self.page_bytes + sum(count * page_bytes for count, (_, page_bytes) in others)
+
+    def of_groups(self, first: int, longest: int) -> tuple[int, ...]:
+        """Return the pages of each group from 1 on if the first one, which has the farthest reach, has `first`.
+
+        The others have as many for each page that a request needs, but at least what a sequence of `longest` tokens
+        needs.
+        """
+        farthest = self.groups[0][0].decoding if self.groups else 1
+        others = [max(-(-first * span.decoding // farthest), span.least(longest)) for span, _ in self.groups[1:]]
+        return tuple([first, *others][: len(self.groups)])
 
 
 def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_bytes: int) -> MemoryPlan:
     """Plan the number of pages. Raises ConfigError that names the part that does not fit.
 
     If config.num_pages is None, the pages fill the budget, but are at most twice as many as all slots need at full
-    length; the second half is for cached prefixes. The sliding-window group is planned likewise, see `split_pool`.
+    length; the second half is for cached prefixes. The other layer groups are planned likewise, see `split_pool`.
     With config.shrink_context the context length may be cut to the longest that one request can have.
     """
-    num_pages, max_model_len, num_window_pages = config.num_pages, config.max_model_len, config.num_window_pages
+    num_pages, max_model_len = config.num_pages, config.max_model_len
+    asked = config.num_window_pages
+    asked = sizes.of_groups(asked, max_model_len) if isinstance(asked, int) else asked
     budget = int(device_bytes * config.memory_fraction)
     free = budget - sizes.weight_bytes - sizes.state_bytes - sizes.scratch_bytes
-    window_pages = 0
     if num_pages is None:
         pool = min(free, max(CPU_POOL_FLOOR, sizes.weight_bytes)) if platform == "cpu" else free
-        num_pages, window_pages = split_pool(max(pool, 0), sizes.with_scratch(), max_model_len, num_window_pages)
-    elif sizes.window is not None:
-        most = sizes.window.for_requests(sizes.max_num_seqs)
-        window_pages = min(num_pages, most) if num_window_pages is None else num_window_pages
-    if config.num_pages is not None:
-        _check_room(sizes, num_pages, window_pages, device_bytes)
-    num_pages = _reachable("num_pages", num_pages, sizes.reached[0], config.num_pages)
-    window_pages = _reachable("num_window_pages", window_pages, sizes.reached[1], num_window_pages)
+        num_states = plan_states(max(pool, 0), sizes, config.num_state_pages)
+        pool -= num_states * sizes.state_page_bytes
+        num_pages, of_groups = split_pool(max(pool, 0), sizes.with_scratch(), max_model_len, asked)
+    else:
+        most = [min(num_pages, span.for_requests(sizes.max_num_seqs)) for span, _ in sizes.groups[:1]]
+        of_groups = sizes.of_groups(*most, longest=max_model_len) if asked is None and most else asked or ()
+        left = device_bytes - sizes.weight_bytes - sizes.state_bytes - sizes.pool_bytes(num_pages, of_groups)
+        num_states = plan_states(2 * left if device_bytes else None, sizes, config.num_state_pages)
+        _check_room(sizes, num_pages, of_groups, device_bytes, num_states * sizes.state_page_bytes)
+    reached = sizes.reached or (0,) * (1 + len(sizes.groups))
+    num_pages = _reachable("num_pages", num_pages, reached[0], config.num_pages)
+    of_groups = tuple(
+        _reachable("num_window_pages", count, size, None if asked is None else count)
+        for count, size in zip(of_groups, reached[1:], strict=True)
+    )
     longest = num_pages * sizes.page_size
     if longest < max_model_len and (not config.shrink_context or longest < sizes.page_size):
-        raise ConfigError(_too_small(sizes, num_pages, window_pages, max_model_len, budget), fix=_advice(longest))
-    if sizes.window is not None and window_pages < (least := sizes.window.least(min(longest, max_model_len))):
-        raise ConfigError(
-            f"the layers with a sliding window have {window_pages} pages, and one request may need {least}",
-            fix=f"set cache.num_window_pages to at least {least}, or raise cache.memory_fraction",
-        )
+        raise ConfigError(_too_small(sizes, num_pages, of_groups, max_model_len, budget), fix=_advice(longest))
+    _check_groups(sizes, of_groups, min(longest, max_model_len))
+    first = num_pages if sizes.page_bytes else of_groups[0]
     return MemoryPlan(
         device_bytes=device_bytes,
         budget_bytes=budget,
         weight_bytes=sizes.weight_bytes,
         state_bytes=sizes.state_bytes,
-        scratch_bytes=sizes.scratch_bytes
-        + sizes.scratch_page_bytes * (num_pages if sizes.page_bytes else window_pages),
+        scratch_bytes=sizes.scratch_bytes + sizes.scratch_page_bytes * first,
         page_bytes=sizes.page_bytes,
         num_pages=num_pages,
         page_size=sizes.page_size,
         max_model_len=min(max_model_len, longest),
-        window=sizes.window and sizes.window.window,
-        window_page_bytes=sizes.window_page_bytes,
-        num_window_pages=window_pages,
+        groups=tuple(
+            GroupPlan(span.reach, page_bytes, count)
+            for (span, page_bytes), count in zip(sizes.groups, of_groups, strict=True)
+        ),
+        num_state_pages=num_states,
+        state_page_bytes=sizes.state_page_bytes,
     )
+
+
+def plan_states(num_bytes: int | None, sizes: Sizes, asked: int | None = None) -> int:
+    """Return the number of recurrent states if the cache has `num_bytes`, None: any number; 0 if no layer has one.
+
+    That is one for each request that may run and one that is cached for each, but at most half the bytes, and at
+    least 2.
+    """
+    if not sizes.state_page_bytes:
+        return 0
+    most = 2 * sizes.max_num_seqs
+    if num_bytes is not None:
+        most = min(most, num_bytes // 2 // sizes.state_page_bytes)
+    return max(2, most) if asked is None else asked
+
+
+def _check_groups(sizes: Sizes, of_groups: Sequence[int], longest: int) -> None:
+    """Raise ConfigError if a group has fewer pages than one request of `longest` tokens may need."""
+    for (span, _), count in zip(sizes.groups, of_groups, strict=True):
+        if count < (least := span.least(longest)):
+            farthest = sizes.groups[0][0]
+            wanted = -(-least * farthest.decoding // span.decoding)
+            raise ConfigError(
+                f"the layers with a {span.reach.kind} of {span.reach.tokens} tokens have {count} pages, and one "
+                f"request may need {least}",
+                fix=f"set cache.num_window_pages to at least {wanted}, or raise cache.memory_fraction",
+            )
 
 
 def within_reach(count: int, size: int) -> int:
@@ -178,64 +265,72 @@ def _reachable(name: str, count: int, size: int, asked: int | None) -> int:
 
 
 def split_pool(
-    num_bytes: int, sizes: Sizes, max_model_len: int, num_window_pages: int | None = None
-) -> tuple[int, int]:
-    """Return (pages, pages of the sliding-window group) that fit into `num_bytes`.
+    num_bytes: int, sizes: Sizes, max_model_len: int, asked: Sequence[int] | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """Return (pages of group 0, pages of each group from 1 on) that fit into `num_bytes`. asked: of these groups
 
-    The sliding-window group gets twice the pages that all requests can have at once; the second half is for cached
-    prefixes. The full-attention group gets the rest.
-    If that is too much, the sliding-window group gets half as many pages as the other, which suits a context of two
-    windows, or a larger share if the longest request needs one.
-    If every layer has a window, full-attention pages take no memory. Their number is then set so that they never
-    limit admission before the window pages do.
-    If one full context and its windows do not fit, all layers keep their whole context, and the context is shorter.
+    The first of these groups gets twice the pages that all requests can have at once; the second half is for cached
+    prefixes. The others get their share, see `Sizes.of_groups`, and group 0 gets the rest.
+    If that is too much, the first gets half as many pages as group 0, which suits a context of two windows, or a larger
+    share if the longest request needs one.
+    If no layer sees all tokens, pages of group 0 take no memory. Their number is then set so that they never limit
+    admission before the other groups' pages do.
+    If one full context with its windows does not fit, all layers keep their whole context, and the context is shorter.
     """
     longest = -(-max_model_len // sizes.page_size)
     most = 2 * sizes.max_num_seqs * longest
-    if sizes.window is None:
-        return min(num_bytes // sizes.page_bytes, most), 0
-    one = sizes.window.most(max_model_len)
-    window_pages = num_window_pages
-    if window_pages is None:
-        share = max(0.5, one / longest) if sizes.page_bytes else 1.0
-        affordable = int(share * num_bytes / (sizes.page_bytes + share * sizes.window_page_bytes))
-        window_pages = min(sizes.window.for_requests(sizes.max_num_seqs), affordable)
-        window_pages = max(window_pages, sizes.window.least(max_model_len))
-    left = num_bytes - window_pages * sizes.window_page_bytes
+    if not sizes.groups:
+        return min(num_bytes // sizes.page_bytes, most) if sizes.page_bytes else most, ()
+    spans = [span for span, _ in sizes.groups]
+    of_groups = _affordable(num_bytes, sizes, max_model_len) if asked is None else tuple(asked)
+    left = num_bytes - sizes.pool_bytes(0, of_groups)
     pages = 0
-    if left >= 0:
-        pages = left // sizes.page_bytes if sizes.page_bytes else max(longest, window_pages * longest // one)
-    kept = num_bytes // (sizes.page_bytes + sizes.window_page_bytes)
-    if num_window_pages is None and pages < min(kept, longest):
-        return kept, kept
-    return min(pages, most), window_pages
+    if left >= 0 and sizes.page_bytes:
+        pages = left // sizes.page_bytes
+    elif left >= 0:
+        each = zip(of_groups, spans, strict=True)
+        pages = max(longest, *(count * longest // span.most(max_model_len) for count, span in each))
+    kept = num_bytes // sizes.pool_bytes(1, [1] * len(spans))
+    if asked is None and pages < min(kept, longest):
+        return kept, (kept,) * len(spans)
+    return min(pages, most), of_groups
 
 
-def plan_host_pages(plan: MemoryPlan, page_bytes: int, window_page_bytes: int, host_memory: int) -> MemoryPlan:
+def _affordable(num_bytes: int, sizes: Sizes, max_model_len: int) -> tuple[int, ...]:
+    """Return the pages of each group from 1 on if the configuration does not set them, see `split_pool`."""
+    longest = -(-max_model_len // sizes.page_size)
+    span = sizes.groups[0][0]
+    share = max(0.5, span.most(max_model_len) / longest) if sizes.page_bytes else 1.0
+    page_bytes = sum(size * each.decoding / span.decoding for each, size in sizes.groups)  # with the others' shares
+    affordable = int(share * num_bytes / (sizes.page_bytes + share * page_bytes))
+    first = max(min(span.for_requests(sizes.max_num_seqs), affordable), span.least(max_model_len))
+    return sizes.of_groups(first, max_model_len)
+
+
+def plan_host_pages(plan: MemoryPlan, page_bytes: Sequence[int], host_memory: int) -> MemoryPlan:
     """Add the pages that fit into `host_memory` bytes, with the same ratio between the groups as on the device.
 
-    Raises ConfigError if the bytes are too many or too few.
+    page_bytes: of a page of each group in the memory of the host. Raises ConfigError if the bytes are too many or too
+    few.
     """
     if host_memory > (total := machine_memory()):
         raise ConfigError(f"cache.host_memory is {_mib(host_memory)}, and the machine has {_mib(total)}")
-    share = min(1.0, plan.num_window_pages / plan.num_pages)
-    num_pages = int(host_memory / (page_bytes + share * window_page_bytes))
+    own, *others = page_bytes
+    shares = [min(1.0, group.num_pages / plan.num_pages) for group in plan.groups]
+    num_pages = int(host_memory / (own + sum(share * size for share, size in zip(shares, others, strict=True))))
     if num_pages < 1:
-        raise ConfigError(f"cache.host_memory is {host_memory} bytes, and one page takes {page_bytes}")
-    window_pages = int(num_pages * share)
-    if plan.window is not None and window_pages * plan.page_size < plan.window:
-        raise ConfigError(
-            f"cache.host_memory is {host_memory} bytes, which is {window_pages} pages of the layers with a sliding "
-            f"window of {plan.window} tokens: not one window",
-            fix="raise cache.host_memory",
-        )
-    return dataclasses.replace(
-        plan,
-        num_host_pages=num_pages,
-        host_page_bytes=page_bytes,
-        num_host_window_pages=window_pages,
-        host_window_page_bytes=window_page_bytes,
-    )
+        raise ConfigError(f"cache.host_memory is {host_memory} bytes, and one page takes {own}")
+    groups = []
+    for group, share, size in zip(plan.groups, shares, others, strict=True):
+        count, (kind, tokens) = int(num_pages * share), group.reach
+        if count * plan.page_size < tokens:
+            raise ConfigError(
+                f"cache.host_memory is {host_memory} bytes, which is {count} pages of the layers with a {kind} of "
+                f"{tokens} tokens: not one {kind}",
+                fix="raise cache.host_memory",
+            )
+        groups.append(dataclasses.replace(group, num_host_pages=count, host_page_bytes=size))
+    return dataclasses.replace(plan, num_host_pages=num_pages, host_page_bytes=own, groups=tuple(groups))
 
 
 def plan_without_cache(
@@ -255,10 +350,12 @@ def plan_without_cache(
     )
 
 
-def _check_room(sizes: Sizes, num_pages: int, window_pages: int, device_bytes: int) -> None:
+def _check_room(
+    sizes: Sizes, num_pages: int, of_groups: Sequence[int], device_bytes: int, recurrent_bytes: int
+) -> None:
     """Raise ConfigError if the configured pages do not fit beside the weights, whatever the memory fraction."""
-    pool = num_pages * sizes.page_bytes + window_pages * sizes.window_page_bytes
-    left = device_bytes - sizes.weight_bytes - sizes.state_bytes
+    pool = sizes.pool_bytes(num_pages, of_groups)
+    left = device_bytes - sizes.weight_bytes - sizes.state_bytes - recurrent_bytes
     if device_bytes and pool > left:
         raise ConfigError(
             f"cache.num_pages is {num_pages}, which takes {_mib(pool)}, and {_mib(left)} are left beside the weights",
@@ -266,8 +363,8 @@ def _check_room(sizes: Sizes, num_pages: int, window_pages: int, device_bytes: i
         )
 
 
-def _too_small(sizes: Sizes, num_pages: int, window_pages: int, max_model_len: int, budget: int) -> str:
-    pool = num_pages * sizes.page_bytes + window_pages * sizes.window_page_bytes
+def _too_small(sizes: Sizes, num_pages: int, of_groups: Sequence[int], max_model_len: int, budget: int) -> str:
+    pool = sizes.pool_bytes(num_pages, of_groups)
     return (
         f"the KV cache has room for {num_pages * sizes.page_size} tokens, and one request may have {max_model_len} "
         f"(budget {_mib(budget)}: weights {_mib(sizes.weight_bytes)}, slots {_mib(sizes.state_bytes)}, "

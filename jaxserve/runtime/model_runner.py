@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.runtime import memory, step_input
+from jaxserve.runtime.adapters import DeviceAdapters
 from jaxserve.runtime.compilation import compiler, program_cache
 from jaxserve.runtime.compilation.buckets import verify_rows
 from jaxserve.runtime.compilation.compiler import (
@@ -42,7 +43,7 @@ from jaxserve.runtime.compilation.compiler import (
 from jaxserve.runtime.host_pages import HostPools, PageTransfer
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.program_set import POOL_GROUP, PROMPT_CHUNK
+from jaxserve.runtime.program_set import POOL_GROUP, PROMPT_CHUNK, WRITE_ADAPTER
 from jaxserve.runtime.programs import Caches, Leaves
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
@@ -53,8 +54,9 @@ from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.verify import Verified
 from jaxserve.runtime.step_input import DeviceStep, PageUpdates, Pooled, PromptChunk, StepOutputs
+from jaxserve.runtime.towers import EncodingStep, TowerRunner
 from jaxserve.types.extras import MAX_LOGPROB_IDS, ExtraParams
-from jaxserve.types.scheduling import StepTimes
+from jaxserve.types.scheduling import StepTimes, TowerLimits
 from jaxserve.types.step import SampledTokens, ScheduledRow, SchedulerOutput, SlotInit
 
 
@@ -173,12 +175,19 @@ class Verification:
 
 
 class VerifyStep:
-    """The `StepHandle` of a step with drafts. finish: (masks or None, rows that get no token) -> the results."""
+    """The `StepHandle` of a step with drafts.
 
-    def __init__(self, rows: Sequence[ScheduledRow], finish: Finish, *, masked: bool) -> None:
+    finish: (masks or None, rows that get no token) -> the results. propose: as of `DeviceStep`
+    """
+
+    def __init__(
+        self, rows: Sequence[ScheduledRow], finish: Finish, propose: step_input.Propose | None = None, *, masked: bool
+    ) -> None:
         self._num_rows = len(rows)
         self._want_logprobs = any(row.logprobs is not None for row in rows)
         self._finish = finish
+        self._propose = propose
+        self._drafts: jax.Array | None = None
         self._verified: Verified | None = None
         self._late: list[int] = []
         if not masked:
@@ -201,6 +210,9 @@ class VerifyStep:
         self._verified.num_valid.copy_to_host_async()
         if self._want_logprobs:
             self._verified.logprobs.copy_to_host_async()
+        if self._propose is not None:
+            self._drafts = self._propose()
+            self._drafts.copy_to_host_async()
 
     def result(self) -> SampledTokens:
         """Wait for the step and return its tokens. Raises RuntimeError if the step still waits for `sample`."""
@@ -222,6 +234,7 @@ class VerifyStep:
             ranks=logprobs[1],
             top_ids=logprobs[2],
             top_logprobs=logprobs[3],
+            drafts=None if self._drafts is None else np.asarray(self._drafts)[: self._num_rows],
         )
 
 
@@ -236,7 +249,10 @@ class ModelRunner:
     steps                              the step functions, not jitted: see `programs.StepPrograms`
     pages, page, host                  export and import of pages; structs of an exported one; copies of evicted ones
     leaves, caches, state, hidden      the device arrays in use; the programs donate the last three
+    draft_leaves                       the weights of a draft model
+    adapters                           on the devices; None: there is no room for any
     late                               the programs that are still to compile; the owner starts it
+    store                              where compiled programs are kept; None: nowhere, or in JAX's own cache
     compile_seconds                    time to compile the programs and to allocate
     """
 
@@ -249,35 +265,44 @@ class ModelRunner:
         progress: compiler.Progress | None = None,
         agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
         store: compiler.ProgramStorage | None = None,
+        draft: LoadedModel | None = None,
     ) -> None:
         started = time.perf_counter()
         if store is None and config.compile_cache is not None:
             program_cache.enable(config.compile_cache)
         self.config = config
+        self.store = store
         self.mesh = mesh
         self.leaves: Leaves = loaded.leaves
+        self.draft_leaves: Leaves = () if draft is None else draft.leaves
         self.structure = loaded.structure
-        setup = RunnerSetup.of(loaded, config, mesh)
+        setup = RunnerSetup.of(loaded, config, mesh, draft)
         self.backend, self.buckets, self.steps = setup.backend, setup.buckets, setup.steps
         self._layers = setup.layers
         plan = agree(setup.plan())
-        self._programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
+        self._programs = setup.program_set(plan.pages_by_group, plan.max_model_len)
         wanted = self._programs.first() if config.early else self._programs.all()
         transfers = self._programs.transfers() if config.moves_pages else ()
-        self.compiled = compiler.compile_all([*wanted, *transfers], progress=progress, store=store)
+        wanted = [*wanted, *transfers, *self._programs.write_adapter()]
+        self.compiled = compiler.compile_all(wanted, progress=progress, store=store)
         scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
         self._table = ProgramTable(self.buckets.by_program(), self.compiled)
         self._by_size = self._table.by_size
         self.late = LateCompilation(self._programs.rest() if config.early else (), store, self._take)
-        self.pages = PageTransfer(self._programs.transfers, (plan.num_pages, plan.num_window_pages), self.compiled)
+        self.pages = PageTransfer(self._programs.transfers, plan.pages_by_group, self.compiled)
+        self.tower = None
+        if setup.tower is not None:
+            self.tower = TowerRunner(setup.tower, self.compiled, self.compiled["allocate_pictures"])
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._table, config.max_num_seqs, words)
+        self.adapters: DeviceAdapters | None = None
+        if setup.adapters is not None:
+            self.adapters = DeviceAdapters(setup.adapters, self.compiled[WRITE_ADAPTER])
         self._allocate()
         self.page = self._programs.exported_pages(1)
-        pages = self.page, self._programs.exported_pages(1, group=1)
-        host_pages = plan.num_host_pages, plan.num_host_window_pages
-        self.host = HostPools(self.pages, pages, host_pages, config.page_file)
+        pages = self.page, *(self._programs.exported_pages(1, group) for group in range(1, self.steps.num_groups))
+        self.host = HostPools(self.pages, pages, plan.host_pages_by_group, config.page_file)
         self._extra = ExtraOutputs(self.compiled)
         self._unsampled: DeviceStep | VerifyStep | None = None
         self._num_dispatches = 0
@@ -297,21 +322,39 @@ class ModelRunner:
         self.hidden: jax.Array
         self.caches, self.state, self.hidden, self._no_mask, self._no_ids = arrays
 
-    def warm_up(self, before_run: BeforeRun | None = None) -> StepTimes:
+    def warm_up(self, before_run: BeforeRun | None = None, after_runs: Callable[[], None] = lambda: None) -> StepTimes:
         """Run the programs of a step on dummy input, small ones first: requests then do not pay the first-run cost.
 
         Returns the measured times of steps. before_run: called before each run, with the program's family and size.
+        after_runs: called before `end_warm_up`, whose programs wait for those of other hosts
         """
         times = measured_times(self, self.mesh.platform, self.config.max_drafts, before_run)
+        after_runs()
         self.end_warm_up()
         return times
 
     def end_warm_up(self) -> None:
-        """Warm up the programs that are not of a step, and discard the dummy state."""
+        """Run the programs that are not of a step, and discard the dummy state."""
+        self._run_small()
+        if self.tower is not None:
+            self.tower.warm_up(self.leaves)
         if self.config.moves_pages:
             self.caches = self.pages.warm_up(self.caches)
+        if self.adapters is not None:
+            self.adapters.warm_up()
         self.rebuild()
         program_cache.share()  # again: the first run of a program compiles small helper programs
+
+    def _run_small(self) -> None:
+        """Run each program that updates slots or reads hidden states, on zeros: one that was loaded may be damaged."""
+        for program in self._programs.small():
+            compiled, takes_state = self.compiled[program.name], bool(program.donate)
+            structs = program.args[1:] if takes_state else program.args[2:]
+            zeros = [np.zeros(struct.shape, struct.dtype) for struct in structs]
+            if takes_state:
+                self.state = jax.block_until_ready(compiled(self.state, *zeros))
+            else:
+                jax.block_until_ready(compiled(self._weights, self.hidden, *zeros))
 
     def sizes(self) -> list[tuple[str, int]]:
         """Return family and size of each program of a step."""
@@ -341,14 +384,17 @@ class ModelRunner:
         program, programs = self._by_size[family][size], self._programs
         packed = programs.padding(family, size) if padding else programs.zeros(family, size, self.plan.max_model_len)
         if family == "decode":
-            self.caches, self.state, _ = program(self.leaves, self.caches, self.state, packed)
+            self.caches, self.state, _ = program(self._weights, self.caches, self.state, packed)
         elif family == "head_sample":
-            arrays = program(self.leaves, self.state, self.hidden, packed, self._no_mask[size], self._no_ids[size])
+            arrays = program(self._weights, self.state, self.hidden, packed, self._no_mask[size], self._no_ids[size])
             self.state, *_ = arrays
+        elif family == "draft":
+            self.caches, _ = program(self._weights, self.caches, self.state, packed)
         elif family == "verify":
-            self.state, _ = program(self.leaves, self.state, self.hidden, packed, self._no_mask[size])
+            self.state, _ = program(self._weights, self.state, self.hidden, packed, self._no_mask[size])
         else:
-            arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
+            pictures = self._pictures((), size) if family == "extend" else ()
+            arrays = program(self._weights, self.caches, self.state, self.hidden, packed, *pictures)
             self.caches, self.state, self.hidden, *_ = arrays
 
     def rebuild(self) -> None:
@@ -358,12 +404,20 @@ class ModelRunner:
         for both.
         """
         self.release()
+        if self.adapters is not None:
+            self.adapters.rebuild()
         self._allocate()
+        if self.tower is not None:
+            self.tower.rebuild()
 
     def release(self) -> None:
         """Free the device arrays except the weights. `rebuild` makes them again; until then no step may run."""
         for array in jax.tree.leaves((self.caches, self.state, self.hidden, self._no_mask, self._no_ids)):
             array.delete()
+        if self.tower is not None:
+            self.tower.release()
+        if self.adapters is not None:
+            self.adapters.release()
         self._extra.clear()
         self._unsampled = None
         self.host.clear()
@@ -394,6 +448,11 @@ class ModelRunner:
         return jax.jit(self.steps.decode_slots, compiler_options=dict(options))
 
     @property
+    def tower_limits(self) -> TowerLimits | None:
+        """Return how pictures are encoded; None: the model takes none."""
+        return None if self.tower is None else self.tower.limits
+
+    @property
     def num_programs(self) -> int:
         """Return the number of programs of the start, including the ones that are still being compiled."""
         return len(self.compiled) + self.late.total - self.late.done
@@ -401,7 +460,7 @@ class ModelRunner:
     @property
     def num_dispatches(self) -> int:
         """Return the number of programs started so far."""
-        return self._num_dispatches + self._extra.num_dispatches
+        return self._num_dispatches + self._extra.num_dispatches + (self.tower.num_dispatches if self.tower else 0)
 
     def close(self) -> None:
         """Stop compiling, stop counting and close the page file. The arrays are freed with the object.
@@ -414,7 +473,7 @@ class ModelRunner:
 
     # --- a step
 
-    def execute(self, output: SchedulerOutput) -> DeviceStep | VerifyStep:
+    def execute(self, output: SchedulerOutput) -> DeviceStep | VerifyStep | EncodingStep:
         """Dispatch a step without waiting for it.
 
         If `output.masked`, the caller must call `sample` on the handle before the next `execute`; raises RuntimeError
@@ -423,7 +482,18 @@ class ModelRunner:
         if self._unsampled is not None and self._unsampled.waits_for_mask:
             raise RuntimeError("execute() before the masked step in flight was sampled")
         self.caches = self.host.move(self.caches, output.page_moves)
+        if self.adapters is not None:
+            self.adapters.write(output.adapter_writes)
+            self.adapters.assign(output.slot_inits)
         self._admit(output.slot_inits)
+        step = self._run_rows(output)
+        if not output.encodes:
+            return step
+        assert self.tower is not None, "pictures for a model that takes none"
+        *_, done = [self.tower.run(self.leaves, part) for part in output.encodes]
+        return EncodingStep(step, done)
+
+    def _run_rows(self, output: SchedulerOutput) -> DeviceStep | VerifyStep:
         rows = output.rows
         if not rows:
             return DeviceStep(0, [], None, StepOutputs())
@@ -437,10 +507,37 @@ class ModelRunner:
             return self._run_decode_hidden(output)
         return self._run_decode(output, bool(asking))
 
+    @property
+    def _weights(self) -> Leaves:
+        """Return the weights as the programs take them, one array [shape] per parameter, and the adapters behind."""
+        return self.leaves + self.draft_leaves + (() if self.adapters is None else self.adapters.arguments)
+
+    def _proposal(self, output: SchedulerOutput) -> step_input.Propose | None:
+        """Return what dispatches the drafts that a step asks for, once its tokens are sampled; None: it asks for none.
+
+        They come from a program of their own, dispatched right behind the step's without waiting. So its layers, which
+        it has once for each draft, are compiled for a few sizes and not into every program that samples.
+        """
+        if not output.draft_room:
+            return None
+
+        def propose() -> jax.Array:
+            """Return drafts int32 [R and more, Q]."""
+            bucket = self._table.fit("draft", len(output.rows))
+            packed = step_input.pack_draft(output.rows, output.draft_room, bucket, self.config.max_num_seqs)
+            self._num_dispatches += 1
+            self.caches, drafts = self._by_size["draft"][bucket](self._weights, self.caches, self.state, packed)
+            return drafts
+
+        return propose
+
     def _admit(self, inits: Sequence[SlotInit]) -> None:
         num_slots, vocab_size = self.config.max_num_seqs, self.structure.config.vocab_size
         for group in slots.pack_admit(list(inits), num_slots):
             self._update_state("admit", group)
+        if self.tower is not None:
+            for group in slots.pack_deltas(list(inits), num_slots):
+                self._update_state("admit_deltas", group)
         for init in inits:
             if (masks := slots.pack_masks(init, vocab_size)) is not None:
                 self._update_state("admit_masks", masks)
@@ -456,8 +553,8 @@ class ModelRunner:
 
     def _page_updates(self, output: SchedulerOutput, room: int) -> PageUpdates:
         """Return the step's first `room` page-table entries, to pack with the step. Writes the others right away."""
-        column = self.state.page_table.shape[1] // self.steps.num_groups
-        updates, rest = PageUpdates.of(output.rows, output.window_pages, column).split(room)
+        column = (self.state.page_table.shape[1] - self.steps.state_columns) // self.steps.num_groups
+        updates, rest = PageUpdates.of(output.rows, output.table_updates, column).split(room)
         for group in step_input.pack_pages(rest, self.config.max_num_seqs):
             self._update_state("set_pages", group)
         return updates
@@ -469,12 +566,13 @@ class ModelRunner:
         packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs, groups)
         program = self._by_size["decode"][bucket]
         self._num_dispatches += 1
-        self.caches, self.state, sampled = program(self.leaves, self.caches, self.state, packed)
-        return DeviceStep(len(rows), range(len(rows)), sampled, StepOutputs(logprobs=want_logprobs))
+        self.caches, self.state, sampled = program(self._weights, self.caches, self.state, packed)
+        outputs = StepOutputs(logprobs=want_logprobs)
+        return DeviceStep(len(rows), range(len(rows)), sampled, outputs, propose=self._proposal(output))
 
     def _run_decode_hidden(self, output: SchedulerOutput) -> DeviceStep:
         experts = self._run_hidden(output, self._table.fit("decode_hidden", len(output.rows)))
-        return self._run_head(output.rows, output.masked, None, experts)
+        return self._run_head(output, None, experts)
 
     def _run_hidden(self, output: SchedulerOutput, bucket: int) -> jax.Array | None:
         """Dispatch the forward pass of decode rows and their drafts. Returns the routed experts."""
@@ -483,7 +581,7 @@ class ModelRunner:
         packed = step_input.pack_hidden(output.rows, updates, bucket, self.config.max_num_seqs, groups)
         program = self._by_size["decode_hidden"][bucket]
         self._num_dispatches += 1
-        arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
+        arrays = program(self._weights, self.caches, self.state, self.hidden, packed)
         self.caches, self.state, self.hidden, experts = arrays
         return experts
 
@@ -494,11 +592,14 @@ class ModelRunner:
         def sample(bitmask: np.ndarray | None, late: Collection[int]) -> Verified:
             """Run `verify`. bitmask: int32 [tokens, W] or None; late: indices of the rows without a mask."""
             self._num_dispatches += 1
-            mask, arrays = self._no_mask[bucket] if bitmask is None else bitmask, (self.leaves, self.state, self.hidden)
+            mask, arrays = (
+                self._no_mask[bucket] if bitmask is None else bitmask,
+                (self._weights, self.state, self.hidden),
+            )
             self.state, verified = self._verification.run(arrays, output.rows, bucket, mask, late)
             return verified
 
-        self._unsampled = VerifyStep(output.rows, sample, masked=output.masked)
+        self._unsampled = VerifyStep(output.rows, sample, self._proposal(output), masked=output.masked)
         return self._unsampled
 
     def _run_extend(self, output: SchedulerOutput) -> DeviceStep:
@@ -512,13 +613,19 @@ class ModelRunner:
         )
         program = self._by_size["extend"][bucket]
         self._num_dispatches += 1
-        arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
+        pictures = self._pictures(rows, bucket)
+        arrays = program(self._weights, self.caches, self.state, self.hidden, packed, *pictures)
         self.caches, self.state, self.hidden, finite, experts = arrays
-        return self._run_head(rows, output.masked, finite, experts)
+        return self._run_head(output, finite, experts)
 
-    def _run_head(
-        self, rows: Sequence[ScheduledRow], masked: bool, finite: jax.Array | None, experts: jax.Array | None
-    ) -> DeviceStep:
+    def _pictures(self, rows: Sequence[ScheduledRow], bucket: int) -> tuple[np.ndarray, jax.Array] | tuple[()]:
+        """Return the further arguments of `extend` for a model that takes pictures, see `StepPrograms.extend`."""
+        if self.tower is None:
+            return ()
+        return step_input.pack_pictures(rows, bucket), self.tower.pool
+
+    def _run_head(self, output: SchedulerOutput, finite: jax.Array | None, experts: jax.Array | None) -> DeviceStep:
+        rows, propose = output.rows, self._proposal(output)
         ends = list(itertools.accumulate(row.num_tokens for row in rows))
         sampling = [i for i, row in enumerate(rows) if row.samples and not row.embed]
         embedding = [i for i, row in enumerate(rows) if row.samples and row.embed]
@@ -526,8 +633,8 @@ class ModelRunner:
         head = HeadExtras.of([rows[i] for i in sampling]) if asks_extras else HeadExtras()
         outputs = StepOutputs(
             logprobs=any(rows[i].logprobs is not None for i in sampling),
-            prompt=self._extra.prompt_logprobs(self.leaves, self.hidden, rows, ends),
-            pooled=self._extra.pool(self.leaves, self.hidden, embedding, ends),
+            prompt=self._extra.prompt_logprobs(self._weights, self.hidden, rows, ends),
+            pooled=self._extra.pool(self._weights, self.hidden, embedding, ends),
             finite=finite,
             extras=self._device_extras(rows, ends, head, experts) if asks_extras else None,
         )
@@ -536,15 +643,15 @@ class ModelRunner:
             return step(None, outputs)
         row_slots, last_tokens = [rows[i].slot for i in sampling], [ends[i] - 1 for i in sampling]
         finish = functools.partial(self._head_sample, row_slots, last_tokens, outputs.logprobs, head)
-        if not masked:
-            return step(finish(None), outputs)
-        self._unsampled = step(None, outputs, finish)
+        if not output.masked:
+            return step(finish(None), outputs, propose=propose)
+        self._unsampled = step(None, outputs, finish, propose)
         return self._unsampled
 
     def _device_extras(
         self, rows: Sequence[ScheduledRow], ends: list[int], head: HeadExtras, experts: jax.Array | None
     ) -> DeviceExtras:
-        hidden = self._extra.hidden_states(self.leaves, self.hidden, rows, ends)
+        hidden = self._extra.hidden_states(self._weights, self.hidden, rows, ends)
         tokens = expert_tokens(rows, ends)
         return DeviceExtras(head=head.wanted, hidden=hidden, experts=experts, expert_tokens=tokens)
 
@@ -572,5 +679,5 @@ class ModelRunner:
             ids[: len(row_slots)] = extras.logprob_ids
         program = self._by_size["head_sample"][bucket]
         self._num_dispatches += 1
-        self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask, ids)
+        self.state, sampled = program(self._weights, self.state, self.hidden, packed, mask, ids)
         return sampled

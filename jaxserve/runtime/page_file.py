@@ -50,8 +50,13 @@ class PageFileConfig:
     fingerprint: str
 
     def of_group(self, group: int) -> PageFileConfig:
-        """Return the configuration for a layer group. Layers with a sliding window have a folder of their own."""
-        return dataclasses.replace(self, directory=self.directory / "window") if group else self
+        """Return the configuration for a layer group. Each from 1 on has a folder of its own."""
+        return dataclasses.replace(self, directory=self.directory / group_folder(group)) if group else self
+
+
+def group_folder(group: int) -> str:
+    """Return the name of the folder of a layer group from 1 on."""
+    return "window" if group == 1 else f"window-{group}"
 
 
 class PageFile:
@@ -216,7 +221,8 @@ def remove_unused(directory: Path, replicas: int) -> None:
     folders = [folder for folder in root.glob("engine-*") if folder.name not in kept]
     for folder in (*folders, root) if kept else folders:
         remove_files(folder)
-        remove_files(folder / "window")
+        for of_group in folder.glob("window*"):
+            remove_files(of_group)
 
 
 def remove_files(directory: Path) -> None:

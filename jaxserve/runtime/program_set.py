@@ -17,17 +17,20 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxserve.runtime import step_input
+from jaxserve.runtime.adapters import AdapterArrays
 from jaxserve.runtime.compilation.buckets import Buckets, verify_rows
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.host_pages import TRANSFER_PAGES, transfer_name
-from jaxserve.runtime.kv_cache import LayerCache
+from jaxserve.runtime.kv_cache import AnyCache, LayerCache
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import Vocab
+from jaxserve.runtime.towers import TowerPrograms
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 
+WRITE_ADAPTER = "write_adapter"
 POOL_GROUP = 32  # tokens per dispatch of pool
 PROMPT_CHUNK = 64  # tokens per dispatch of prompt_logprobs, which needs memory for logits [C, V]
 
@@ -41,21 +44,24 @@ class Shapes:
     state: SlotState
     hidden: jax.ShapeDtypeStruct  # [largest extend, D]
     replicated: NamedSharding
+    pool: jax.ShapeDtypeStruct | None = None  # [parts, E, D], rows of pictures; None: the model takes none
 
     @classmethod
     def of(
         cls,
-        leaves: tuple[jax.Array, ...],
-        layers: tuple[LayerCache, ...],
+        leaves: tuple[jax.Array | jax.ShapeDtypeStruct, ...],
+        layers: tuple[AnyCache, ...],
         mesh: DeviceMesh,
         *,
         num_pages: Sequence[int],
         state: SlotState,
         hidden: jax.ShapeDtypeStruct,
+        pool: jax.ShapeDtypeStruct | None = None,
     ) -> Shapes:
-        """Collect the shapes. leaves: the weights, one array [shape] per parameter. num_pages: by group of layers.
+        """Collect the shapes.
 
-        state: from `slots.state_shapes`, without shardings. hidden: the buffer of hidden states.
+        leaves: the weights, one array [shape] per parameter, and those of adapters. num_pages: by group of layers.
+        state: from `slots.state_shapes`, without shardings. hidden: the buffer of hidden states. pool: as in the class
         """
         sharded = jax.tree.map(
             lambda s, cut: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh.mesh, cut)),
@@ -68,6 +74,7 @@ class Shapes:
             state=sharded,
             hidden=hidden,
             replicated=mesh.replicated,
+            pool=pool,
         )
 
     @property
@@ -97,6 +104,8 @@ class ProgramSet:
     options: Mapping[str, bool | str]
     max_drafts: int = 0  # of a row
     identity: str | None = None  # see Program
+    tower: TowerPrograms | None = None  # None: the model takes no pictures
+    adapters: AdapterArrays | None = None
 
     def all(self) -> list[Program]:
         """Return every program that the runner compiles at start."""
@@ -106,8 +115,10 @@ class ProgramSet:
             *map(self.extend, self.buckets.extend),
             *map(self.head_sample, self.buckets.head),
             *map(self.verify, self.buckets.verify),
-            *self._small(),
+            *map(self.draft, self.buckets.draft),
+            *self.small(),
             self.allocate(),
+            *self.encode(),
         ]
 
     def first(self) -> list[Program]:
@@ -118,7 +129,8 @@ class ProgramSet:
         """
         b = self.buckets
         hidden = [self.decode_hidden(b.decode_hidden[-1])] if b.decode_hidden else []
-        return [*hidden, self.extend(b.extend[-1]), self.head_sample(b.head[-1]), *self._small(), self.allocate()]
+        steps = [*hidden, self.extend(b.extend[-1]), self.head_sample(b.head[-1])]
+        return [*steps, *self.small(), self.allocate(), *self.encode()]
 
     def rest(self) -> list[Program]:
         """Return the programs that `first` leaves out, in the order in which a single user gains most.
@@ -126,7 +138,7 @@ class ProgramSet:
         The step of 32 prompt tokens comes with the steps of one row, the step of 64 with the steps of two rows.
         """
         first = {program.name for program in self.first()}
-        families = ("decode_hidden", "head_sample", "extend", "decode", "verify")
+        families = ("decode_hidden", "head_sample", "extend", "decode", "verify", "draft")
 
         def order(program: Program) -> tuple[float, int, int]:
             family, _, size = program.name.rstrip("]").partition("[")
@@ -139,7 +151,28 @@ class ProgramSet:
         """Return the programs that need the most temporary memory, one per family."""
         decode = [self.decode(self.buckets.decode[-1])] if self.buckets.decode else []
         verify = [self.verify(self.buckets.verify[-1])] if self.buckets.verify else []
-        return [*decode, self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1]), *verify]
+        draft = [self.draft(self.buckets.draft[-1])] if self.buckets.draft else []
+        encode = [program for program in self.encode() if program.name == self._largest_block()]
+        extend, head = self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1])
+        return [*decode, extend, head, *verify, *draft, *encode]
+
+    def _largest_block(self) -> str:
+        return "" if self.tower is None else f"encode_block[{self.tower.limits.sizes[-1]}]"
+
+    def encode(self) -> list[Program]:
+        """Return the programs of the tower, and the one that makes its pool."""
+        s = self.shapes
+        if self.tower is None or s.pool is None:
+            return []
+        pool = s.pool
+
+        def zeros() -> jax.Array:
+            return jnp.zeros(pool.shape, pool.dtype)
+
+        return [
+            *self.tower.programs(s.leaves, pool, s.replicated, self._program),
+            self._program("allocate_pictures", zeros, (), (), s.replicated),
+        ]
 
     def extend_rows(self, num_tokens: int) -> int:
         """Return the largest number of rows of a step of `num_tokens` tokens."""
@@ -150,7 +183,8 @@ class ProgramSet:
 
         The pages of a prefix hit may not fit; `set_pages` writes those first.
         """
-        return (self.extend_rows(num_tokens) + num_tokens // self.steps.page_size) * self.steps.num_groups
+        of_states = self.extend_rows(num_tokens) * self.steps.state_columns
+        return (self.extend_rows(num_tokens) + num_tokens // self.steps.page_size) * self.steps.num_groups + of_states
 
     def packed_size(self, family: str, size: int) -> int:
         """Return the length of the packed input of a program of a step."""
@@ -164,6 +198,8 @@ class ProgramSet:
                 return step_input.head_size(size)
             case "verify":
                 return step_input.verify_size(size, verify_rows(size))
+            case "draft":
+                return step_input.draft_size(size)
             case _:
                 return step_input.extend_size(size, self.extend_rows(size), self.extend_updates(size))
 
@@ -172,6 +208,8 @@ class ProgramSet:
         packed = np.zeros(self.packed_size(family, size), np.int32)
         if family == "extend":  # tokens of one row: without them no attention runs
             packed[2 * self.extend_rows(size)] = min(size, longest)
+        if family == "draft":
+            packed[size:] = longest
         return packed
 
     def padding(self, family: str, size: int) -> np.ndarray:
@@ -185,6 +223,8 @@ class ProgramSet:
                 return np.concatenate([decode, np.zeros(2 * size, np.int32)])  # offsets and literals
             case "head_sample":
                 return step_input.pack_head([], [], size, num_slots)
+            case "draft":
+                return step_input.pack_draft([], [], size, num_slots)
             case _:
                 assert family == "extend", family
                 rows, updates = self.extend_rows(size), self.extend_updates(size)
@@ -208,6 +248,8 @@ class ProgramSet:
         s, rows = self.shapes, self.extend_rows(tokens)
         function = functools.partial(self.steps.extend, size=(tokens, rows))
         args = (s.leaves, s.caches, s.state, s.hidden, s.ints(self.packed_size("extend", tokens)))
+        if s.pool is not None:
+            args = (*args, s.ints(4, tokens), s.pool)
         out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated, s.replicated)
         return self._program(f"extend[{tokens}]", function, args, (1, 2, 3), out, weight=20_000 + tokens)
 
@@ -225,7 +267,14 @@ class ProgramSet:
         out = (s.state_shardings, s.replicated)
         return self._program(f"verify[{tokens}]", function, args, (1,), out, weight=5_000 + tokens)
 
-    def _small(self) -> Iterator[Program]:
+    def draft(self, rows: int) -> Program:
+        s = self.shapes
+        args = (s.leaves, s.caches, s.state, s.ints(self.packed_size("draft", rows)))
+        out = (s.cache_shardings, s.replicated)
+        return self._program(f"draft[{rows}]", self.steps.draft, args, (1,), out, weight=10_000 + rows)
+
+    def small(self) -> Iterator[Program]:
+        """Yield the programs that take (state, packed) and donate the state, then (leaves, hidden, ...) and nothing."""
         s, words = self.shapes, self.shapes.mask_words
         state_programs: list[tuple[str, Callable[..., Any], tuple[int, ...]]] = [
             ("admit", slots.admit, (slots.ADMIT_GROUP, slots.ADMIT_WIDTH)),
@@ -234,6 +283,8 @@ class ProgramSet:
             ("admit_tokens", slots.admit_tokens, (2 + slots.TOKEN_CHUNK,)),
             ("set_pages", step_input.set_pages, (3, step_input.PAGE_UPDATES)),
         ]
+        if s.pool is not None:
+            state_programs.append(("admit_deltas", slots.admit_deltas, (2, slots.ADMIT_GROUP)))
         for name, function, shape in state_programs:
             yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.state_shardings)
         args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_LOGPROB_IDS))
@@ -256,6 +307,12 @@ class ProgramSet:
         shardings = jax.tree.map(lambda struct: struct.sharding, structs)
         return self._program("allocate", zeros, (), (), shardings)
 
+    def write_adapter(self) -> Iterator[Program]:
+        """Yield the program that writes an adapter to a slot, if there is room for any. It donates the stacks."""
+        if (arrays := self.adapters) is not None:
+            args = (arrays.stacks, arrays.updates, self.shapes.ints())
+            yield self._program(WRITE_ADAPTER, arrays.write, args, (0,), tuple(arrays.shardings))
+
     def exported_pages(self, count: int, group: int = 0) -> Any:
         """Return the structs of `count` exported pages: [count, ...] per array of a layer of the group."""
         s = self.shapes
@@ -266,7 +323,8 @@ class ProgramSet:
     def transfers(self) -> Iterator[Program]:
         """Yield the programs that export and import pages: of each layer group, since a page id is of one group."""
         s, steps = self.shapes, self.steps
-        for group in sorted({layer.group for layer in steps.layers}):
+        layers = (layer for layer in steps.layers if isinstance(layer, LayerCache))
+        for group in sorted({layer.group for layer in layers if layer.reads is None}):
             export = functools.partial(steps.export_pages, group=group)
             fill = functools.partial(steps.import_pages, group=group)
             for size in TRANSFER_PAGES:

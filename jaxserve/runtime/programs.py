@@ -10,9 +10,11 @@ A step is composed here of model, attention backend, sampler and slot state. The
     verify          head and sampler for R rows of the last decode_hidden, T tokens with drafts
     prompt_logprobs head for C tokens of the last extend whose next token is known
     pool            embeddings or hidden states of R tokens of the last extend or decode_hidden
+    draft           guesses of the next tokens of R rows, by a draft model
 
-Common arguments: `leaves`, the model's flat parameters; `caches`, one array per layer; `state`, the slots;
-`packed`, the int32 array of step_input. The runner donates caches, state and hidden; the programs return the new ones.
+Common arguments: `leaves`, the model's flat parameters, and behind them the arrays of adapters, if there are some;
+`caches`, one array per layer; `state`, the slots; `packed`, the int32 array of
+step_input. The runner donates caches, state and hidden; the programs return the new ones.
 """
 
 from __future__ import annotations
@@ -21,20 +23,26 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.models.decoder import CausalLM
+from jaxserve.models.adapters import AdapterShape
+from jaxserve.models.decoder import AttendLayer, CausalLM, PictureRows
+from jaxserve.models.layers import Cache, StateInputs
 from jaxserve.models.moe import take_choices
 from jaxserve.models.pooling import normalized
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend, Heads
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.sharded import MeshAttention
-from jaxserve.runtime.kv_cache import LayerCache
+from jaxserve.ops.state import StateArrays, StateBackend, StateRows
+from jaxserve.ops.state.sharded import MeshStates
+from jaxserve.runtime.draft_model import DraftModel
+from jaxserve.runtime.kv_cache import AnyCache, LayerCache, StateCache
 from jaxserve.runtime.sampling.logprobs import pack_logprobs_with_ids
 from jaxserve.runtime.sampling.sampler import ExtraInputs, RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState, append_tokens, state_partition
@@ -44,14 +52,25 @@ from jaxserve.runtime.step_input import (
     HeadInput,
     TokenInput,
     unpack_decode,
+    unpack_draft,
     unpack_extend,
     unpack_head,
     unpack_hidden,
     unpack_verify,
 )
+from jaxserve.types.scheduling import STATE_COLUMNS
 
 Leaves = tuple[jax.Array, ...]
-Caches = tuple[Pages, ...]
+# None: the layer reads another layer's cache. Layers with a recurrent state have `StateArrays`, which the type leaves
+# out, because only this module looks into such a cache.
+Caches = tuple[Pages | None, ...]
+
+
+class PictureInput(NamedTuple):
+    """The further inputs of `extend` for a model that takes pictures."""
+
+    packed: jax.Array  # int32 [4, T]  a token's row in `pool`, or -1, and its `picture.position_shifts`
+    pool: jax.Array  # [parts, E, D]
 
 
 @dataclass(frozen=True)
@@ -59,21 +78,36 @@ class StepPrograms:
     """The step functions of one model on one backend. bind: makes the model from its leaves while tracing.
 
     per_token: batch-invariant mode. Each token attends alone, so that the split into chunks cannot change its sums.
+    guesses: the draft model, whose layers are the last of `layers`. It computes what every forward pass computes.
+    lora: the room for adapters; None: there is none
     """
 
     bind: Callable[[Leaves], CausalLM]
     backend: Backend
-    layers: tuple[LayerCache, ...]
+    layers: tuple[AnyCache, ...]
     page_size: int
     linear: Products
     mesh: Mesh | None = None
     normalize_embeddings: bool = True
     per_token: bool = False
+    guesses: DraftModel | None = None
+    states: StateBackend | None = None  # of layers with a recurrent state
+    lora: AdapterShape | None = None
 
     @property
     def num_groups(self) -> int:
-        """Return the number of layer groups. Each has its own page tables, see `kv_cache`."""
-        return 1 + max((layer.group for layer in self.layers), default=0)
+        """Return the number of groups of attention layers. Each has its own page tables, see `kv_cache`."""
+        return 1 + max((layer.group for layer in self.layers if isinstance(layer, LayerCache)), default=0)
+
+    @property
+    def num_pools(self) -> int:
+        """Return the number of layer groups, that of recurrent states included."""
+        return self.num_groups + (self.states is not None)
+
+    @property
+    def state_columns(self) -> int:
+        """Return the columns of a slot's row of `page_table` that are not of page tables, at its end."""
+        return 0 if self.states is None else STATE_COLUMNS
 
     def decode(
         self, leaves: Leaves, caches: Caches, state: SlotState, packed: jax.Array
@@ -81,8 +115,9 @@ class StepPrograms:
         """Run a decode step: packed int32 [decode_size(B)] -> one sampled token per row."""
         state, tokens, head = unpack_decode(packed, state, self.num_groups)
         model = self.bind(leaves)
-        hidden, caches = self._forward(model, caches, state, tokens, decode_only=True)
+        hidden, caches = self._forward(leaves, model, caches, state, tokens, decode_only=True)
         bitmask = jnp.zeros((1, state.allow_mask.shape[1]), jnp.int32)
+        state = self._advance_states(state, tokens)
         state, sampled = self._sample(model, hidden, state, head, bitmask)
         return caches, state, sampled
 
@@ -96,7 +131,8 @@ class StepPrograms:
         """
         state, tokens = unpack_hidden(packed, state, self.num_groups)
         model = self.bind(leaves)
-        new, caches = self._forward(model, caches, state, tokens, decode_only=True)
+        new, caches = self._forward(leaves, model, caches, state, tokens, decode_only=True)
+        state = self._advance_states(state, tokens)
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
 
     def decode_slots(
@@ -114,6 +150,8 @@ class StepPrograms:
         state: SlotState,
         hidden: jax.Array,
         packed: jax.Array,
+        pictures: jax.Array | None = None,
+        pool: jax.Array | None = None,
         *,
         size: tuple[int, int],
     ) -> tuple[Caches, SlotState, jax.Array, jax.Array, jax.Array | None]:
@@ -121,14 +159,19 @@ class StepPrograms:
 
         hidden: [max T, D]; its first T rows get the hidden states. The last results are `finite_rows`, bool [R], and
         the routed experts, int32 [T, L, K] for L sparse layers, or None for a dense model.
+
+        pictures: of a model that takes some, int32 [4, T]: a token's row in `pool`, [parts, E, D], or -1, and its
+        `picture.position_shifts`.
         """
         num_tokens, num_rows = size
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
         model = self.bind(leaves)
-        new, caches = self._forward(model, caches, state, tokens, decode_only=False)
+        rows = None if pictures is None or pool is None else PictureInput(pictures, pool)
+        new, caches = self._forward(leaves, model, caches, state, tokens, decode_only=False, pictures=rows)
         # Sampling adds 1. A row that is not sampled keeps this position and computes its last token again.
         last = tokens.starts + tokens.num_tokens - 1
         state = state.replace(position=state.position.at[tokens.slots].set(last, mode="drop"))
+        state = self._advance_states(state, tokens)
         finite = finite_rows(new, tokens.row_of_token, num_rows)
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), finite, take_choices(model)
 
@@ -175,6 +218,22 @@ class StepPrograms:
 
         return verify(logits, rows, state, bitmask, draw, most)
 
+    def draft(self, leaves: Leaves, caches: Caches, state: SlotState, packed: jax.Array) -> tuple[Caches, jax.Array]:
+        """Guess the tokens after the last one of R rows: packed int32 [draft_size(R)] -> drafts int32 [R, Q].
+
+        -1: no guess, because the row's pages end.
+        """
+        assert self.guesses is not None
+        tokens, room = unpack_draft(packed, state)
+        own, of_guesses = self._split(caches)
+
+        def attend_to(tokens: TokenInput) -> AttendLayer:
+            """Return the attention of rows of one token each."""
+            return self._attention(caches, state, tokens, decode_only=True)
+
+        drafts, new = self.guesses.propose(leaves, tokens, room, of_guesses, attend_to)
+        return cast(Caches, (*own, *new)), drafts
+
     def pool(self, leaves: Leaves, hidden: jax.Array, packed: jax.Array) -> jax.Array:
         """Return embeddings, or if the flag is set hidden states, of R tokens: float32 [R, D].
 
@@ -203,32 +262,77 @@ class StepPrograms:
         pack = functools.partial(pack_logprobs_with_ids, vocab=vocab)
         return vocab.call(pack, (vocab.columns, P(), P()), logits, targets, ids)
 
-    def export_pages(self, caches: Caches, page_ids: jax.Array, *, group: int = 0) -> Caches:
+    def export_pages(self, caches: Caches, page_ids: jax.Array, *, group: int = 0) -> tuple[Pages, ...]:
         """Return pages page_ids int32 [n] of each layer of a group, in the form common to all backends.
 
         That is [n, page_size, 2 * KH, H], see `Backend.export_pages`.
         """
-        layers = [pair for pair in zip(caches, self.layers, strict=True) if pair[1].group == group]
-        return tuple(self.backend.export_pages(cache, page_ids, layer.num_kv_heads) for cache, layer in layers)
+        return tuple(
+            self.backend.export_pages(cache, page_ids, layer.num_kv_heads)
+            for cache, layer in zip(caches, self.layers, strict=True)
+            if isinstance(layer, LayerCache) and is_pages(cache) and layer.group == group
+        )
 
-    def import_pages(self, caches: Caches, page_ids: jax.Array, pages: Caches, *, group: int = 0) -> Caches:
+    def import_pages(self, caches: Caches, page_ids: jax.Array, pages: tuple[Pages, ...], *, group: int = 0) -> Caches:
         """Return the caches with `pages`, from `export_pages`, at page_ids int32 [n].
 
         Ids that are not below the number of pages are dropped.
         """
         new = iter(pages)
         return tuple(
-            self.backend.import_pages(cache, page_ids, next(new)) if layer.group == group else cache
+            self.backend.import_pages(cache, page_ids, next(new))
+            if isinstance(layer, LayerCache) and is_pages(cache) and layer.group == group
+            else cache
             for cache, layer in zip(caches, self.layers, strict=True)
         )
 
+    def _products(self, leaves: Leaves, tokens: TokenInput) -> Products:
+        """Return the products of the forward pass, with the adapters of the tokens' rows if there are some."""
+        if self.lora is None:
+            return self.linear
+        slots = tokens.slots.at[tokens.row_of_token].get(mode="clip")
+        adapters = leaves[-1].at[slots].get(mode="fill", fill_value=-1)
+        return dataclasses.replace(self.linear, adapters=self.lora.rows(adapters))
+
     def _forward(
-        self, model: CausalLM, caches: Caches, state: SlotState, tokens: TokenInput, *, decode_only: bool
+        self,
+        leaves: Leaves,
+        model: CausalLM,
+        caches: Caches,
+        state: SlotState,
+        tokens: TokenInput,
+        *,
+        decode_only: bool,
+        pictures: PictureInput | None = None,
     ) -> tuple[jax.Array, Caches]:
+        attend = self._attention(caches, state, tokens, decode_only=decode_only)
+        positions = self._rotary(state, tokens, pictures)
+        rows = {} if pictures is None else {"pictures": PictureRows(pictures.packed[0], pictures.pool)}
+        linear = self._products(leaves, tokens)
+        if self.guesses is None:
+            hidden, new_caches = model(tokens.token_ids, positions, caches, attend, linear, **rows)
+            return hidden, cast(Caches, new_caches)
+        own, of_guesses = self._split(caches)
+        hidden, new_caches = model(tokens.token_ids, positions, own, attend, linear, **rows)
+        _, new_of_guesses = self.guesses.run(leaves, tokens, of_guesses, attend)
+        return hidden, cast(Caches, (*new_caches, *new_of_guesses))
+
+    def _split(self, caches: Caches) -> tuple[Caches, Caches]:
+        """Return the caches of the served model, and of the draft model."""
+        assert self.guesses is not None
+        return caches[: self.guesses.first_layer], caches[self.guesses.first_layer :]
+
+    def _attention(self, caches: Caches, state: SlotState, tokens: TokenInput, *, decode_only: bool) -> AttendLayer:
+        """Return the attention of T tokens in all layers."""
         rows = each_token(tokens) if self.per_token else tokens
         decode_only = decode_only or self.per_token
-        pools = {layer.group: cache.shape[0] for layer, cache in zip(self.layers, caches, strict=True)}
-        tables = jnp.split(state.page_table.at[rows.slots].get(mode="clip"), self.num_groups, axis=1)
+        pools = {
+            layer.group: cache.shape[0] for layer, cache in zip(self.layers, caches, strict=True) if is_pages(cache)
+        }
+        table = state.page_table.at[rows.slots].get(mode="clip")
+        if self.states is not None:
+            table = table[:, : -self.state_columns]
+        tables = jnp.split(table, self.num_groups, axis=1)
         metadata = {
             group: dataclasses.replace(
                 attention_metadata(rows, tables[group], num_pages, self.page_size, decode_only), alone=self.per_token
@@ -236,18 +340,61 @@ class StepPrograms:
             for group, num_pages in pools.items()
         }
         write_and_attend = MeshAttention(self.backend, self.mesh)
+        recur, of_states = None, None
+        if self.states is not None:
+            recur = MeshStates(self.states, self.mesh)
+            of_states = self._state_rows(state, tokens, decode_only=decode_only and not self.per_token)
 
         def attend(
-            layer_index: int, heads: Heads, cache: Pages | None, sinks: jax.Array | None = None
-        ) -> tuple[jax.Array, Pages | None]:
+            layer_index: int, heads: Heads | StateInputs, cache: Cache, sinks: jax.Array | None = None
+        ) -> tuple[jax.Array, Cache]:
             """Write and attend the heads of T tokens in a layer -> (out [T, N, H], cache)."""
-            assert cache is not None
             layer = self.layers[layer_index]
+            if isinstance(heads, StateInputs):
+                assert isinstance(layer, StateCache) and isinstance(cache, StateArrays)
+                assert recur is not None and of_states is not None
+                return recur(layer.spec, cache, *heads, of_states)
+            assert isinstance(layer, LayerCache)
+            assert is_pages(cache)
             where = metadata[layer.group]
             return write_and_attend(heads, cache, where, layer.attention, sinks)
 
-        hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
-        return hidden, tuple(c for c in new_caches if c is not None)
+        return attend
+
+    def _rotary(self, state: SlotState, tokens: TokenInput, pictures: PictureInput | None) -> jax.Array:
+        """Return the rotary positions of T tokens, int32 [T], or [3, T] by frame, row and column."""
+        positions = tokens.positions
+        if state.position_delta is not None:
+            of_row = state.position_delta.at[tokens.slots].get(mode="clip")
+            positions = positions + of_row.at[tokens.row_of_token].get(mode="clip")
+        return positions if pictures is None else positions[None, :] + pictures.packed[1:]
+
+    def _state_rows(self, state: SlotState, tokens: TokenInput, *, decode_only: bool) -> StateRows:
+        """Return the rows of the layers with a recurrent state. Their last tokens are not sure."""
+        table = state.page_table.at[tokens.slots].get(mode="clip")[:, -self.state_columns :]
+        starts, ends = tokens.starts, tokens.starts + tokens.num_tokens
+        emits = table[:, 3:].reshape(table.shape[0], -1, 2)
+        return StateRows(
+            cu_q_lens=jnp.pad(jnp.cumsum(tokens.num_tokens), (1, 0)),
+            starts=starts,
+            read=table[:, 0],
+            write=table[:, 1],
+            folded=jnp.clip(table[:, 2], starts - 1, starts),  # outside of it only in a first run on zeros
+            sure=ends - 1,
+            emits=emits[:, :1] if decode_only else emits,  # the host lists at most one for a decode row
+            decode_only=decode_only,
+            per_token=self.per_token,
+        )
+
+    def _advance_states(self, state: SlotState, tokens: TokenInput) -> SlotState:
+        """Let the next step read the states that this one wrote."""
+        if self.states is None:
+            return state
+        table, first = state.page_table, state.page_table.shape[1] - self.state_columns
+        slots = jnp.where(tokens.num_tokens > 0, tokens.slots, state.num_slots)
+        table = table.at[slots, first].set(table.at[slots, first + 1].get(mode="clip"), mode="drop")
+        sure = tokens.starts + tokens.num_tokens - 1
+        return state.replace(page_table=table.at[slots, first + 2].set(sure, mode="drop"))
 
     def _sample(
         self,
@@ -276,6 +423,11 @@ class StepPrograms:
         after = state.replace(position=state.position + 1)  # the position of the new token
         args = (logits, rows, after, bitmask, extras)
         return vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
+
+
+def is_pages(cache: Cache) -> TypeGuard[Pages]:
+    """Return whether a layer's cache is pages of K and V."""
+    return cache is not None and not isinstance(cache, StateArrays)
 
 
 def finite_rows(hidden: jax.Array, row_of_token: jax.Array, num_rows: int) -> jax.Array:

@@ -13,7 +13,7 @@ import hashlib
 import importlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +21,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
+from jaxserve.models.adapters import adapt
 from jaxserve.models.checkpoint.loader import LoadedModel
+from jaxserve.models.decoder import CausalLM
 from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products, Rounding, TpuExperts, TritonExperts
 from jaxserve.ops.linear.rounded import Device, rounds_form
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.ops.quantized import BLOCK
+from jaxserve.ops.state import get_state_backend
 from jaxserve.runtime import kv_cache, memory
+from jaxserve.runtime.adapters import AdapterArrays
 from jaxserve.runtime.compilation.attention_sizes import compute_capability, serving_backend
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import Program, compile_all, compiler_options
+from jaxserve.runtime.draft_model import DraftModel, check_draft_model
 from jaxserve.runtime.fingerprint import describe
-from jaxserve.runtime.kv_cache import LayerCache
+from jaxserve.runtime.kv_cache import AnyCache, LayerCache
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, expert_kernels
 from jaxserve.runtime.program_set import ProgramSet, Shapes
@@ -41,7 +46,8 @@ from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.vocab import Vocab
-from jaxserve.types.scheduling import WindowSize
+from jaxserve.runtime.towers import TowerPrograms, tower_limits
+from jaxserve.types.scheduling import STATE_COLUMNS, Reach, Span
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +81,19 @@ class ExactProgramSet(ProgramSet):
 _FIX = "leave runtime.activations out"
 _FP8_SINCE, _HOPPER = (8, 9), (9, 0)  # compute capability
 _PROBED = 3  # on a TPU a cache of this part of the memory is tried; a copy of it may be as large
-_BOUND = ("bind", "mesh", "layers")  # fields of StepPrograms whose text differs between processes
+_BOUND = ("bind", "mesh", "layers", "guesses")  # fields of StepPrograms whose text differs between processes
 
 
 @dataclass(frozen=True)
 class RunnerSetup:
     """The fixed parts of a runner, made by `of`.
 
-    layers   geometry of each layer's KV cache
-    window   window of the sliding-window group in tokens; None: there is no such group
+    layers   geometry of each layer's KV cache or recurrent states, those of a draft model last
+    groups   reach of each layer group from 1 on
     steps    the step functions, not jitted
+    draft    a draft model; None: there is none
+    tower    the programs of the model's tower; None: it takes no pictures
+    adapters of the configuration's `lora`; None: there is no room for any
     """
 
     loaded: LoadedModel
@@ -92,23 +101,29 @@ class RunnerSetup:
     mesh: DeviceMesh
     backend: Backend
     buckets: Buckets
-    layers: tuple[LayerCache, ...]
-    window: int | None
+    layers: tuple[AnyCache, ...]
+    groups: tuple[Reach, ...]
     steps: StepPrograms
+    draft: LoadedModel | None = None
+    tower: TowerPrograms | None = None
+    adapters: AdapterArrays | None = None
 
     @classmethod
-    def of(cls, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh) -> RunnerSetup:
-        """Choose backend, buckets and layer groups.
+    def of(
+        cls, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, draft: LoadedModel | None = None
+    ) -> RunnerSetup:
+        """Choose backend, buckets and layer groups. draft: a draft model, of which every layer keeps all pages
 
         Raises ConfigError if the attention backend cannot run here, or if a kernel does not reach all of a weight.
         """
         attention = loaded.config.attention_layers
         dtype = loaded.structure.activation_dtype
-        backend = serving_backend(config.attention, mesh.devices[0], attention, dtype, mesh.tensor)
-        window = kv_cache.group_window(attention, config.max_model_len)
-        layers = kv_cache.layer_caches(
-            attention, backend, config.page_size, config.cache_dtype, mesh, windowed=window is not None
-        )
+        of_draft = () if draft is None else draft.config.attention_layers
+        backend = serving_backend(config.attention, mesh.devices[0], (*attention, *of_draft), dtype, mesh.tensor)
+        groups = kv_cache.layer_groups(attention, config.max_model_len)
+        kept = kv_cache.layer_caches(attention, backend, config.page_size, config.cache_dtype, mesh, groups=groups)
+        layers = kv_cache.with_states(kept, loaded.config.layer_states, dtype, mesh)
+        draft_layers = kv_cache.layer_caches(of_draft, backend, config.page_size, config.cache_dtype, mesh)
         buckets = make_buckets(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -116,13 +131,28 @@ class RunnerSetup:
             num_parameters=loaded.structure.num_parameters,
             deterministic=config.deterministic,
             max_drafts=config.max_drafts,
+            draft_model=draft is not None,
         )
         if config.deterministic:
             buckets = dataclasses.replace(buckets, extend=_with_two_rows(buckets.extend))
         linear = chosen_products(config, loaded, mesh, backend)
         check_reach(loaded, linear)
+        guesses = adapters = None
+        bind = loaded.bind
+        if config.lora is not None:
+            adapters = AdapterArrays(adapt(loaded.structure, config.lora), config.max_num_seqs, mesh)
+            bind = adapters.adapted.bind
+        if draft is not None:
+            own, others = len(loaded.leaves), len(draft.leaves)  # the arrays of adapters come behind both
+            bind = functools.partial(_bind_some, bind, (slice(own), slice(own + others, None)))
+            check_draft_model(draft.config, loaded.config)
+            of_model = chosen_products(config, draft, mesh, backend)
+            check_reach(draft, of_model)
+            bind_draft = functools.partial(_bind_some, draft.bind, (slice(others),))
+            guesses = DraftModel(bind_draft, own, len(layers), draft_layers, of_model, config.max_drafts)
+        layers = (*layers, *draft_layers)
         steps = StepPrograms(
-            bind=loaded.bind,
+            bind=bind,
             backend=backend,
             layers=layers,
             page_size=config.page_size,
@@ -130,8 +160,23 @@ class RunnerSetup:
             mesh=mesh.mesh,
             normalize_embeddings=config.normalize_embeddings,
             per_token=config.deterministic,
+            guesses=guesses,
+            states=get_state_backend(mesh.platform) if loaded.config.layer_states else None,
+            lora=config.lora,
         )
-        return cls(loaded, config, mesh, backend, buckets, layers, window, steps)
+        tower = None
+        if loaded.config.vision is not None:
+            budget = config.max_num_batched_tokens
+            limits = tower_limits(loaded.config.vision, mesh.platform, budget, deterministic=config.deterministic)
+            tower = TowerPrograms(loaded.structure, limits)
+        return cls(loaded, config, mesh, backend, buckets, layers, groups, steps, draft, tower, adapters)
+
+    @property
+    def leaves(self) -> tuple[jax.Array | jax.ShapeDtypeStruct, ...]:
+        """Return the weights, one array [shape] per parameter: the model's, a draft model's, the adapters' arrays."""
+        draft = () if self.draft is None else self.draft.leaves
+        adapters = () if self.adapters is None else self.adapters.structs
+        return (*self.loaded.leaves, *draft, *adapters)
 
     def plan(self, device_bytes: int | None = None) -> MemoryPlan:
         """Plan the memory. Raises ConfigError if the model does not fit.
@@ -145,7 +190,9 @@ class RunnerSetup:
         hidden = (
             self.buckets.max_tokens * self.loaded.config.hidden_size * self.loaded.structure.activation_dtype.itemsize
         )
-        weight_bytes = sum(map(_bytes, self.loaded.leaves))
+        if self.tower is not None:
+            hidden += math.prod(self.tower.pool_shape) * self.tower.dtype.itemsize
+        weight_bytes = sum(map(_bytes, self.leaves))
         probe = config.num_pages is None and self.mesh.platform != "cpu" and device_bytes is None
         device_bytes = memory.device_memory(self.mesh.devices) if device_bytes is None else device_bytes
         scratch, of_page = self._probe_scratch(device_bytes - weight_bytes) if probe else (self._estimate_scratch(), 0)
@@ -156,44 +203,61 @@ class RunnerSetup:
             page_bytes=kv_cache.page_bytes(self.layers),
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
-            window_page_bytes=kv_cache.page_bytes(self.layers, group=1),
-            window=self._window_size(),
-            reached=(self._reached(0), self._reached(1)),
+            groups=tuple(
+                (self._span(reach), kv_cache.page_bytes(self.layers, group))
+                for group, reach in enumerate(self.groups, start=1)
+            ),
+            state_page_bytes=kv_cache.page_bytes(self.layers, self.steps.num_groups) if self.steps.states else 0,
+            reached=tuple(map(self._reached, range(self.steps.num_groups))),
             scratch_page_bytes=of_page * num_devices,
         )
         plan = memory.plan_memory(sizes, config, platform=self.mesh.platform, device_bytes=device_bytes)
         if config.host_memory is None:
             return plan
-        return memory.plan_host_pages(plan, self._host_page(0), self._host_page(1), config.host_memory)
+        pages = list(map(self._host_page, range(self.steps.num_groups)))
+        return memory.plan_host_pages(plan, pages, config.host_memory)
 
     def _reached(self, group: int) -> int:
         """Return the bytes of a page in a layer of a group on a device; 0 if the backend reads any number of pages."""
         if self.backend.name != "triton" or self.config.cache_dtype.itemsize > 1:
             return 0
-        own = (layer for layer in self.layers if layer.group == group)
+        own = (layer for layer in self.layers if isinstance(layer, LayerCache) and layer.group == group)
         return max((math.prod(layer.sharding.shard_shape((1, *layer.page_shape))) for layer in own), default=0)
 
     def _host_page(self, group: int) -> int:
         """Return the bytes of one page of all layers of a group in the memory of the host."""
-        pages = self.program_set((1, 1), self.config.max_model_len).exported_pages(1, group)
+        ones = (1,) * self.steps.num_pools
+        pages = self.program_set(ones, self.config.max_model_len).exported_pages(1, group)
         return sum(math.prod(page.shape) * page.dtype.itemsize for page in jax.tree.leaves(pages))
 
-    def program_set(self, num_pages: tuple[int, int], max_model_len: int) -> ProgramSet:
+    def program_set(self, num_pages: Sequence[int], max_model_len: int) -> ProgramSet:
         """Make the programs for a KV cache of `num_pages` per layer group."""
         model = self.loaded.config
-        state = slots.state_shapes(self.config.max_num_seqs, model.vocab_size, self._table_width(max_model_len))
+        width, pool = self._table_width(max_model_len), None
+        state = slots.state_shapes(self.config.max_num_seqs, model.vocab_size, width, pictures=self.tower is not None)
+        if self.tower is not None:
+            pool = jax.ShapeDtypeStruct(self.tower.pool_shape, self.tower.dtype, sharding=self.mesh.replicated)
         hidden = jax.ShapeDtypeStruct(
             (self.buckets.max_tokens, model.hidden_size),
             self.loaded.structure.activation_dtype,
             sharding=self.mesh.replicated,
         )
-        shapes = Shapes.of(self.loaded.leaves, self.layers, self.mesh, num_pages=num_pages, state=state, hidden=hidden)
+        shapes = Shapes.of(
+            self.leaves, self.layers, self.mesh, num_pages=num_pages, state=state, hidden=hidden, pool=pool
+        )
         options = compiler_options(
             self.mesh.platform, deterministic=self.config.deterministic, several=jax.process_count() > 1
         )
         rounded = is_rounded(self.mesh.platform, self.loaded.structure.activation_dtype)
         return (ExactProgramSet if rounded else ProgramSet)(
-            self.steps, shapes, self.buckets, options, self.config.max_drafts, self._identity(max_model_len)
+            self.steps,
+            shapes,
+            self.buckets,
+            options,
+            self.config.max_drafts,
+            self._identity(max_model_len),
+            self.tower,
+            self.adapters,
         )
 
     def _identity(self, max_model_len: int) -> str:
@@ -202,17 +266,19 @@ class RunnerSetup:
         weights = [(spec.name, spec.shape, jnp.dtype(spec.dtype).name) for spec in self.loaded.structure.specs]
         layers = [dataclasses.replace(layer, sharding=self.mesh.replicated) for layer in self.layers]
         parts = (self.loaded.config, weights, steps, layers, self.buckets, max_model_len, self.config.max_drafts)
+        if self.draft is not None and self.steps.guesses is not None:
+            of_draft = [(spec.name, spec.shape, jnp.dtype(spec.dtype).name) for spec in self.draft.structure.specs]
+            parts = (*parts, self.draft.config, of_draft, self.steps.guesses.linear)
         return hashlib.sha256(describe(parts).encode()).hexdigest()
 
-    def _window_size(self) -> WindowSize | None:
-        if self.window is None:
-            return None
+    def _span(self, reach: Reach) -> Span:
         config = self.config
-        return WindowSize(self.window, config.page_size, config.max_num_batched_tokens, 1 + config.max_drafts)
+        return Span(reach, config.page_size, config.max_num_batched_tokens, 1 + config.max_drafts)
 
     def _table_width(self, max_model_len: int) -> int:
         """Return the columns of a slot's row of page tables, all groups together."""
-        return self.steps.num_groups * -(-max_model_len // self.config.page_size)
+        of_states = STATE_COLUMNS if self.loaded.config.layer_states else 0
+        return self.steps.num_groups * -(-max_model_len // self.config.page_size) + of_states
 
     def _probe_scratch(self, room: int) -> tuple[int, int]:
         """Return the temporary bytes of the largest programs, and the additional bytes for each page.
@@ -225,13 +291,14 @@ class RunnerSetup:
         pages, length = -(-self.config.max_model_len // self.config.page_size), self.config.max_model_len
         most = pages
         if self.mesh.platform == "tpu":
-            whole = sum(kv_cache.page_bytes(self.layers, group) for group in (0, 1))
+            whole = sum(kv_cache.page_bytes(self.layers, group) for group in range(self.steps.num_groups))
             most = max(2, room // (_PROBED * whole))
             pages = most // 2
+        of_states = (2,) if self.steps.states else ()
         wanted = [
             dataclasses.replace(program, name=f"{program.name} of {count} pages")
             for count in sorted({pages, most})
-            for program in self.program_set((count, count), length).largest()
+            for program in self.program_set((count,) * self.steps.num_groups + of_states, length).largest()
         ]
         found = {name: memory.scratch_bytes(program) for name, program in compile_all(wanted).items()}
         fixed = each = 0
@@ -244,8 +311,16 @@ class RunnerSetup:
     def _estimate_scratch(self) -> int:
         """Return an upper estimate in bytes: ten float32 copies of a layer's widest activations, or of the logits."""
         model, rows = self.loaded.config, max(self.config.max_num_seqs, *self.buckets.verify, 1)
-        widest = 2 * model.intermediate_size + 4 * model.hidden_size + 4 * model.num_heads * model.head_dim
+        models = (model,) if self.draft is None else (model, self.draft.config)
+        widest = max(2 * m.intermediate_size + 4 * m.hidden_size + 4 * m.num_heads * m.head_dim for m in models)
         return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
+
+
+def _bind_some(
+    bind: Callable[[tuple[jax.Array, ...]], CausalLM], places: tuple[slice, ...], leaves: tuple[jax.Array, ...]
+) -> CausalLM:
+    """Make a model from those of the leaves [shape] that are at its places, in their order."""
+    return bind(tuple(leaf for place in places for leaf in leaves[place]))
 
 
 def _with_two_rows(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -279,7 +354,7 @@ def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh,
         len(mesh.devices) > 1,
     )
     if loaded.config.moe is not None:
-        found = _experts_in_words(products, loaded.structure.activation_dtype)
+        found = _experts_in_words(products, loaded.structure.activation_dtype, gated=loaded.config.gated_mlp)
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, found)
     return products
 
@@ -294,9 +369,9 @@ def check_reach(loaded: LoadedModel, products: Products) -> None:
             memory.check_weight(spec.name, size)
 
 
-def _experts_in_words(products: Products, dtype: jnp.dtype) -> str:
+def _experts_in_words(products: Products, dtype: jnp.dtype, *, gated: bool) -> str:
     """Describe the kernel that multiplies rows of `dtype` by weights of experts."""
-    match products.of_experts(dtype):
+    match products.of_experts(dtype, gated=gated):
         case None:
             return "xla"
         case TritonExperts():
@@ -358,8 +433,8 @@ def _asked_on_cpu(loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None
     forms = {jnp.dtype(spec.dtype) for spec in specs} & set(map(jnp.dtype, native.ROUNDED_FORMS))
     if not forms:
         raise ConfigError(
-            "runtime.activations 'rounded' has no effect on weights in float32, FP8 or MXFP4, or with a scale for 16 "
-            "numbers, or of routed experts on a CPU",
+            "runtime.activations 'rounded' has no effect on weights in float32, FP8, MXFP4 or NVFP4, or with a scale "
+            "for 16 numbers, or of routed experts on a CPU",
             fix=f"set model.dtype: bfloat16 or model.quantization: int8 or int4, or {_FIX}",
         )
     if not any(map(native.can_round, forms)):
@@ -377,7 +452,7 @@ def _rounded_on_cpu(spec: ParamSpec) -> bool:
     packing = spec.packing
     if "expert" in spec.axes:
         return False
-    return packing is None or (packing.group % BLOCK == 0 and packing.kind != "mxfp4")
+    return packing is None or (packing.group % BLOCK == 0 and packing.kind not in ("mxfp4", "nvfp4"))
 
 
 def _asked(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None) -> Rounding:
@@ -406,7 +481,7 @@ def _any_rounded(loaded: LoadedModel, device: Device) -> bool:
 
     def rounds(spec: ParamSpec) -> bool:
         packing = spec.packing
-        if packing is None or packing.role != "values" or "expert" in spec.axes:
+        if packing is None or packing.role != "values" or "expert" in spec.axes or packing.kind == "mxfp8":
             return False
         return rounds_form(spec.dtype, packing.group, packing.wide[-1], device, zeros=packing.zeros)
 

@@ -7,19 +7,23 @@ parameter shardings of models.sharding, page shapes of the attention backend, th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxserve.models.adapters import AdapterShape, adapt
 from jaxserve.models.checkpoint.structure import ModelStructure, build
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled
-from jaxserve.runtime.memory import Sizes, check_weight, split_pool, within_reach
+from jaxserve.ops.state import StateSpec, ring_length, state_shapes
+from jaxserve.runtime.kv_cache import layer_reach
+from jaxserve.runtime.memory import Sizes, check_weight, plan_states, split_pool, within_reach
 from jaxserve.runtime.mesh import AXES
-from jaxserve.types.scheduling import WindowSize
+from jaxserve.types.scheduling import Reach, Span
 
 PAGE_SIZE = 16  # tokens
 _CHUNK = 8192  # tokens per step on an accelerator
@@ -35,37 +39,50 @@ class ShapePlan:
     weight_bytes: int
     whole_bytes: int  # part of weight_bytes: replicated parameters
     largest_whole: tuple[str, int]  # name and bytes of the largest replicated parameter
-    kv_token_bytes: int  # bytes of one token in all layers
-    window: int | None = None  # widest sliding window in tokens; None: no layer has one
-    window_token_bytes: int = 0  # part of kv_token_bytes: layers with a sliding window
-    # Bytes of an 8-bit page in one layer, the largest without a sliding window and with one; 0: there is none.
-    reached: tuple[int, int] = (0, 0)
+    # by what a token sees, None is all: bytes of one token in these layers, and the largest of an 8-bit page in one of
+    # them, 0 for pages of 16 or 32 bits
+    token_bytes: Mapping[Reach | None, tuple[int, int]]
+    state_bytes: int = 0  # of a request's recurrent state in all layers that have one
 
     @property
     def num_devices(self) -> int:
         return self.tensor * self.expert
 
-    def request_bytes(self, length: int) -> int:
-        """Return the bytes of K and V of a decoding request of `length` tokens. Window layers keep only the window."""
-        pages, window_pages = self._request_pages(length)
-        window_bytes = self.window_token_bytes * window_pages
-        return ((self.kv_token_bytes - self.window_token_bytes) * pages + window_bytes) * PAGE_SIZE
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return sum(size for size, _ in self.token_bytes.values())
 
-    def _request_pages(self, length: int) -> tuple[int, int]:
-        """Return the pages of a decoding request in a layer without a sliding window and in one with it."""
+    @property
+    def reaches(self) -> list[Reach]:
+        """What a token sees in the layers that do not see all, the farthest first."""
+        return sorted((reach for reach in self.token_bytes if reach), key=lambda reach: -reach.tokens)
+
+    def request_bytes(self, length: int) -> int:
+        """Return the bytes of K and V, and of states, of a decoding request of `length` tokens.
+
+        Each layer keeps what a token sees.
+        """
+        sizes = (self.token_bytes[reach][0] * count for reach, count in self._request_pages(length).items())
+        return sum(sizes) * PAGE_SIZE + self.state_bytes
+
+    def _request_pages(self, length: int) -> dict[Reach | None, int]:
+        """Return the pages of a decoding request in a layer of each reach."""
         pages = -(-length // PAGE_SIZE)
-        return pages, pages if self.window is None else WindowSize(self.window, PAGE_SIZE, _CHUNK).most(length)
+        return {
+            reach: pages if reach is None else Span(reach, PAGE_SIZE, _CHUNK).most(length) for reach in self.token_bytes
+        }
 
     def largest_batch(self, device_bytes: int, length: int, memory_fraction: float = 0.9) -> int:
         """Return the number of requests of `length` tokens that fit at once, beside the weights."""
         batch = self._left(device_bytes, memory_fraction) // self.request_bytes(length)
-        each = zip(self._request_pages(length), self.reached, strict=True)
-        return min(within_reach(batch * pages, size) // pages for pages, size in each)
+        each = self._request_pages(length).items()
+        return min(within_reach(batch * pages, self.token_bytes[reach][1]) // pages for reach, pages in each)
 
     def kv_tokens(self, device_bytes: int, memory_fraction: float = 0.9) -> int:
         """Return the number of tokens that fit beside the weights if every layer keeps all of them; 0 if none do."""
         pages = self._left(device_bytes, memory_fraction) // (self.kv_token_bytes * PAGE_SIZE)
-        return within_reach(pages, max(self.reached)) * PAGE_SIZE
+        return within_reach(pages, max(reached for _, reached in self.token_bytes.values())) * PAGE_SIZE
 
     def _left(self, device_bytes: int, memory_fraction: float) -> int:
         return max(0, int(device_bytes * memory_fraction) - self.weight_bytes)
@@ -73,30 +90,36 @@ class ShapePlan:
     def room(
         self, device_bytes: int, context: int, max_num_seqs: int = 512, memory_fraction: float = 0.9
     ) -> tuple[int, float]:
-        """Return (tokens, requests of full context) that fit next to the weights if window layers keep only the window.
+        """Return (tokens, requests of full context) that fit next to the weights if each layer keeps what a token sees.
 
         It plans as the server does, for `max_num_seqs` requests and sequences of at most `context` tokens.
         """
-        windowed = self.window is not None and self.window < context
-        size = WindowSize(self.window, PAGE_SIZE, _CHUNK) if self.window is not None and windowed else None
-        window_bytes = self.window_token_bytes if windowed else 0
+        groups = [reach for reach in self.reaches if reach.tokens < context]
+        whole = [sizes for reach, sizes in self.token_bytes.items() if reach not in groups]
+        spans = [Span(reach, PAGE_SIZE, _CHUNK) for reach in groups]
         sizes = Sizes(
             weight_bytes=self.weight_bytes,
             state_bytes=0,
             scratch_bytes=0,
-            page_bytes=(self.kv_token_bytes - window_bytes) * PAGE_SIZE,
+            page_bytes=sum(size for size, _ in whole) * PAGE_SIZE,
             page_size=PAGE_SIZE,
             max_num_seqs=max_num_seqs,
-            window_page_bytes=window_bytes * PAGE_SIZE,
-            window=size,
+            state_page_bytes=self.state_bytes,
+            groups=tuple((span, self.token_bytes[span.reach][0] * PAGE_SIZE) for span in spans),
         )
-        pages, window_pages = split_pool(self._left(device_bytes, memory_fraction), sizes, context)
-        pages = within_reach(pages, self.reached[0] if windowed else max(self.reached))
-        tokens = pages * PAGE_SIZE
-        if size is None or not tokens:
-            return tokens, tokens / context
-        window_pages = within_reach(window_pages, self.reached[1])
-        return tokens, min(tokens / context, window_pages / size.most(context))
+        left = self._left(device_bytes, memory_fraction)
+        num_states = plan_states(left, sizes)
+        left = max(0, left - num_states * self.state_bytes)
+        pages, of_groups = split_pool(left, sizes, context)
+        tokens = within_reach(pages, max((reached for _, reached in whole), default=0)) * PAGE_SIZE
+        if not tokens:
+            return 0, 0.0
+        fitting = [tokens / context]
+        for count, span in zip(of_groups, spans, strict=True):
+            fitting.append(within_reach(count, self.token_bytes[span.reach][1]) / span.most(context))
+        if num_states:
+            fitting.append(num_states)
+        return tokens, min(fitting)
 
 
 def splits(config: ModelConfig, num_devices: int) -> list[tuple[int, int]]:
@@ -115,11 +138,20 @@ def splits(config: ModelConfig, num_devices: int) -> list[tuple[int, int]]:
 class ShapePlanner:
     """Plans a model on meshes whose kernels are Triton's: see `memory.within_reach`.
 
-    cache_dtype: None is `dtype`. Raises ModelLoadError if the model cannot have this form on any mesh.
+    cache_dtype: None is `dtype`. lora: room for adapters, which counts as weights; None: there is none. Raises
+    ModelLoadError if the model cannot have this form on any mesh.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, cache_dtype: jnp.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        *,
+        cache_dtype: jnp.dtype | None = None,
+        lora: AdapterShape | None = None,
+    ) -> None:
         self.config = config
+        self._lora = lora
         self.published = build(config, dtype)
         self._dtype = dtype
         self._cache_dtype = cache_dtype or dtype
@@ -136,8 +168,7 @@ class ShapePlanner:
         split = for_mesh(self.config, mesh)
         if split not in self._structures:
             self._structures[split] = build(split, self._dtype)
-        weights, whole, largest = _weights(self._structures[split], mesh)
-        all_layers, windowed, reached = _kv_token_bytes(split, self._cache_dtype, tensor)
+        weights, whole, largest = _weights(self._structures[split], mesh, self._lora)
         return ShapePlan(
             tensor=tensor,
             expert=expert,
@@ -145,16 +176,17 @@ class ShapePlanner:
             weight_bytes=weights,
             whole_bytes=whole,
             largest_whole=largest,
-            kv_token_bytes=all_layers,
-            window=max((window or 0 for window in self.config.windows), default=0) or None,
-            window_token_bytes=windowed,
-            reached=reached,
+            token_bytes=_token_bytes(split, self._cache_dtype, tensor),
+            state_bytes=_state_bytes(split, self._dtype, tensor),
         )
 
 
-def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, tuple[str, int]]:
+def _weights(
+    structure: ModelStructure, mesh: AbstractMesh, lora: AdapterShape | None
+) -> tuple[int, int, tuple[str, int]]:
     total, whole, largest = 0, 0, ("", 0)
-    for spec in structure.specs:
+    stacks = () if lora is None else adapt(structure, lora).stacks
+    for spec in (*structure.specs, *stacks):
         sharding = param_sharding(spec, mesh)
         size = math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
         if spec.dtype.itemsize == 1:
@@ -166,19 +198,30 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
     return total, whole, largest
 
 
-def _kv_token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int) -> tuple[int, int, tuple[int, int]]:
-    """Return the bytes per token of all layers and of the layers with a sliding window, and `ShapePlan.reached`."""
+def _state_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int) -> int:
+    """Return `ShapePlan.state_bytes`."""
+    total = 0
+    for spec in config.layer_states:
+        if spec is not None:
+            state, ring = state_shapes(spec, 1, ring_length(spec, max_drafts=0))
+            total += (4 * math.prod(state) if state else 0) + dtype.itemsize * math.prod(ring)
+    return total // tensor
+
+
+def _token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int) -> dict[Reach | None, tuple[int, int]]:
+    """Return `ShapePlan.token_bytes`."""
     backend = get_backend("triton", "gpu")  # by shape: all are alike
-    total = windowed = 0
-    reached = [0, 0]
-    for layer in config.attention_layers:
+    found: dict[Reach | None, tuple[int, int]] = {}
+    for layer in config.mixers:
+        if isinstance(layer, StateSpec) or layer.reads is not None:
+            continue
         heads = layer.num_kv_heads // tensor if layer.num_kv_heads % tensor == 0 else layer.num_kv_heads
         shape = backend.cache_shape(1, PAGE_SIZE, heads, layer.head_dim, latent=layer.latent)
-        has_window = layer.sliding_window is not None
-        size = math.prod(shape) * dtype.itemsize
+        reached, size = 0, math.prod(shape) * dtype.itemsize
         if is_scaled(dtype):
-            reached[has_window] = max(reached[has_window], size)
+            reached = size
             size += math.prod(backend.scale_shape(1, PAGE_SIZE, heads, latent=layer.latent)) * 4
-        total += size
-        windowed += size if has_window else 0
-    return total // PAGE_SIZE, windowed // PAGE_SIZE, (reached[0], reached[1])
+        reach = layer_reach(layer)
+        before, largest = found.get(reach, (0, 0))
+        found[reach] = before + size, max(largest, reached)
+    return {reach: (size // PAGE_SIZE, reached) for reach, (size, reached) in found.items()}

@@ -8,6 +8,7 @@ client reads host memory in place while the step runs.
     extend  [T, R]  R x (slot, start, tokens) | T x token id | U x (slot, page index, page id)
     head    [R]     header | R x (slot, token index)
     verify  [T, R]  header | R x (slot, token index, drafts) | T x draft
+    draft   [R]     R x (slot, tokens that fit its pages)
 
 Padding rows and padding page updates have slot S = max_num_seqs, which scatters drop. A token id of -1 means the
 slot's last token, and a start of -1 the slot's position: the host does not know them while a step is in flight. An
@@ -34,7 +35,7 @@ from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.verify import VerifyInput
 from jaxserve.types.extras import StepExtras
-from jaxserve.types.step import PageTableUpdate, RowStatus, SampledTokens, ScheduledRow
+from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, TableUpdate
 
 PAGE_UPDATES = 256  # page-table entries per dispatch of `set_pages`
 FROM_DEVICE = -1
@@ -51,11 +52,11 @@ class PageUpdates:
 
     @classmethod
     def of(
-        cls, rows: Sequence[ScheduledRow], window_pages: Sequence[PageTableUpdate] = (), window_column: int = 0
+        cls, rows: Sequence[ScheduledRow], table_updates: Sequence[TableUpdate] = (), columns: int = 0
     ) -> PageUpdates:
-        """Collect the new pages of a step's rows, also for its sliding-window layers.
+        """Collect the new pages of a step's rows and the entries of other layer groups.
 
-        window_column: column of page_table at which the table of the sliding-window layers begins.
+        columns: of one group in page_table.
         """
         slots: list[int] = []
         indices: list[int] = []
@@ -65,8 +66,8 @@ class PageUpdates:
                 slots += [row.slot] * count
                 indices += range(row.first_new_page, row.first_new_page + count)
                 page_ids += row.new_page_ids
-        for update in window_pages:
-            count, first = len(update.page_ids), window_column + update.first
+        for update in table_updates:
+            count, first = len(update.page_ids), update.group * columns + update.first
             slots += [update.slot] * count
             indices += range(first, first + count)
             page_ids += update.page_ids
@@ -102,6 +103,11 @@ def hidden_size(num_rows: int, num_groups: int = 1) -> int:
 def verify_size(num_tokens: int, num_rows: int) -> int:
     """Return the length of a packed verify input."""
     return _HEADER + 3 * num_rows + num_tokens
+
+
+def draft_size(num_rows: int) -> int:
+    """Return the length of a packed draft input."""
+    return 2 * num_rows
 
 
 def extend_size(num_tokens: int, num_rows: int, num_updates: int) -> int:
@@ -163,6 +169,18 @@ def pack_verify(
     return packed
 
 
+def pack_draft(rows: Sequence[ScheduledRow], room: Sequence[int], bucket: int, num_slots: int) -> np.ndarray:
+    """Pack the rows of a step that yield a token -> int32 [draft_size(bucket)]; the others get no drafts.
+
+    room: tokens that fit the pages of each row
+    """
+    packed = np.zeros((2, bucket), np.int32)
+    packed[0] = num_slots
+    packed[0, : len(rows)] = [row.slot if row.samples and not row.embed else num_slots for row in rows]
+    packed[1, : len(rows)] = room
+    return packed.reshape(-1)
+
+
 def pack_extend(
     rows: Sequence[ScheduledRow],
     updates: PageUpdates,
@@ -186,6 +204,19 @@ def pack_extend(
         literals += row.token_ids or [FROM_DEVICE] * row.num_tokens
     tokens[: len(literals)] = literals
     updates.write(updates_out)
+    return packed
+
+
+def pack_pictures(rows: Sequence[ScheduledRow], bucket: int) -> np.ndarray:
+    """Pack the pictures of a step of at most `bucket` tokens -> int32 [4, bucket], see `StepPrograms.extend`."""
+    packed = np.zeros((4, bucket), np.int32)
+    packed[0] = -1
+    first = 0
+    for row in rows:
+        if row.pictures is not None:
+            packed[0, first : first + row.num_tokens] = row.pictures.rows
+            packed[1:, first : first + row.num_tokens] = row.pictures.shifts
+        first += row.num_tokens
     return packed
 
 
@@ -269,6 +300,12 @@ def unpack_decode(packed: jax.Array, state: SlotState, num_groups: int = 1) -> t
     table = packed[_HEADER:].reshape(1 + 3 * num_groups, -1)
     state = set_pages(state, table[1:].reshape(3, -1))
     slots = table[0]
+    tokens, index = _last_tokens(slots, state)
+    return state, tokens, HeadInput(slots, index, packed[0] > 0, jnp.bool_(False), jnp.bool_(False))
+
+
+def _last_tokens(slots: jax.Array, state: SlotState) -> tuple[TokenInput, jax.Array]:
+    """Return the last token of each of R slots as a row of its own, and the rows' indices, int32 [R]."""
     live = slots < state.num_slots
     starts = jnp.where(live, state.position.at[slots].get(mode="clip"), 0)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -280,7 +317,7 @@ def unpack_decode(packed: jax.Array, state: SlotState, num_groups: int = 1) -> t
         starts=starts,
         num_tokens=live.astype(jnp.int32),
     )
-    return state, tokens, HeadInput(slots, index, packed[0] > 0, jnp.bool_(False), jnp.bool_(False))
+    return tokens, index
 
 
 def unpack_hidden(packed: jax.Array, state: SlotState, num_groups: int = 1) -> tuple[SlotState, TokenInput]:
@@ -318,6 +355,13 @@ def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows
     last_tokens = state.recent.at[slots[safe], -1].get(mode="clip")
     token_ids = jnp.where(literals == FROM_DEVICE, last_tokens, literals)
     return state, TokenInput(token_ids, positions, row, slots, starts, lengths)
+
+
+def unpack_draft(packed: jax.Array, state: SlotState) -> tuple[TokenInput, jax.Array]:
+    """Unpack int32 [draft_size(R)] -> the last token of each row, and how many tokens fit its pages, int32 [R]."""
+    slots, room = packed.reshape(2, -1)
+    tokens, _ = _last_tokens(slots, state)
+    return tokens, room
 
 
 def unpack_head(packed: jax.Array) -> HeadInput:
@@ -371,6 +415,7 @@ class StepOutputs:
 
 
 Finish = Callable[[np.ndarray, Collection[int]], Sampled]
+Propose = Callable[[], jax.Array]
 
 
 class DeviceStep:
@@ -378,6 +423,7 @@ class DeviceStep:
 
     sampling        the rows that got a token, ascending; they are first in `sampled`, in this order
     finish          of a masked step: bitmask of the sampling rows, and which of them get no token -> Sampled
+    propose         dispatches the drafts that follow the sampled tokens, int32 [R and more, Q]; None: there are none
     """
 
     def __init__(
@@ -387,12 +433,15 @@ class DeviceStep:
         sampled: Sampled | None,
         outputs: StepOutputs,
         finish: Finish | None = None,
+        propose: Propose | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._sampling = sampling
         self._sampled = sampled
         self._outputs = outputs
         self._finish = finish
+        self._propose = propose
+        self._drafts: jax.Array | None = None
         self._late: list[int] = []
         for array in outputs.arrays():
             array.copy_to_host_async()
@@ -422,6 +471,9 @@ class DeviceStep:
             if self._outputs.extras is not None:
                 for array in self._outputs.extras.sampled_arrays(self._sampled):
                     array.copy_to_host_async()
+            if self._propose is not None:
+                self._drafts = self._propose()
+                self._drafts.copy_to_host_async()
 
     def result(self) -> SampledTokens:
         """Wait for the step and return its tokens. Rows that did not sample have num_valid 0.
@@ -451,6 +503,7 @@ class DeviceStep:
             prompt_logprobs={row: _join(chunks) for row, chunks in self._outputs.prompt.items()} or None,
             embeddings=embeddings,
             extras=None if self._outputs.extras is None else self._fetch_extras(self._outputs.extras),
+            drafts=None if self._drafts is None else np.asarray(self._drafts)[: self._num_rows],
         )
 
     def _fetch_extras(self, extras: DeviceExtras) -> StepExtras:

@@ -34,6 +34,8 @@ def tensor_of(specs: Sequence[ParamSpec], leaves: Sequence[jax.Array], name: str
     if not found:
         raise InvalidValueError(f"the model has no tensor {name[:200]!r}", param="name")
     shape = found[0][1].shape
+    if not shape:  # one number
+        return _numbers(np.asarray(found[0][0]), found[0][1]).astype(np.float32).reshape(())
     num_rows = min(num_rows, shape[0])
     if (most := MAX_NUMBERS // max(1, int(np.prod(shape[1:])))) < num_rows:
         raise InvalidValueError(
@@ -61,7 +63,9 @@ def _numbers(leaf: np.ndarray, part: Part) -> np.ndarray:
     once = view[:: part.repeat]
     if part.transpose is None:
         return once
-    return once.reshape([part.shape[axis] for axis in part.transpose]).transpose(np.argsort(part.transpose))
+    first, last = part.rows or (0, part.shape[0])
+    shape = part.split or (last - first, *part.shape[1:])
+    return once.reshape([shape[axis] for axis in part.transpose]).transpose(np.argsort(part.transpose))
 
 
 Leaves = tuple[jax.Array, ...]
@@ -71,9 +75,10 @@ _HOST = "pinned_host"
 
 
 class HoldsLeaves(Protocol):
-    """The part of a runner that has its weights."""
+    """The part of a runner that has its weights. draft_leaves: of a draft model"""
 
     leaves: Leaves
+    draft_leaves: Leaves
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,9 @@ class DeviceWeights:
     """Replaces, moves and drops the weights of a runner.
 
     place: where the weights are. Weights can only be used on the devices.
+
+    No update has the weights of a draft model. They leave the devices and come back with the model's, and wait in the
+    memory of the host also while those are dropped.
     """
 
     def __init__(self, runner: HoldsLeaves, structure: ModelStructure) -> None:
@@ -106,7 +114,9 @@ class DeviceWeights:
         self.place: Place = "device"
         self._runner = runner
         self._shardings: list[Sharding] = [leaf.sharding for leaf in runner.leaves]
+        self._draft_shardings: list[Sharding] = [leaf.sharding for leaf in runner.draft_leaves]
         self._hosted: list[jax.Array] = []
+        self._hosted_draft: list[jax.Array] = []
 
     def staged(self, source: WeightSource, tick: Tick = lambda: None) -> WeightSource:
         """Return the weights of `source`, made in the memory of the host. If that fails, nothing has changed."""
@@ -174,11 +184,12 @@ class DeviceWeights:
                     leaves[i].delete()
                     leaves[i] = leaf
                 tick()
+            self._draft_to_device()
         except BaseException as error:
             if not begun and self.place == "device":
                 raise
             self._runner.leaves = tuple(leaves)
-            self.drop()
+            self._free()
             raise WeightsLostError(f"the update failed half way: {type(error).__name__}: {error}") from error
         self._runner.leaves = tuple(leaves)
         self.place = "device"
@@ -200,28 +211,56 @@ class DeviceWeights:
         """Move the weights to the memory of the host."""
         if self.place != "device":
             return
-        leaves = self._runner.leaves
-        hosted = [jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST), may_alias=False) for leaf in leaves]
-        self._hosted = jax.block_until_ready(hosted)
-        _delete(leaves)
+        hosted = _on_host(self._runner.leaves)
+        self._draft_to_host()
+        self._hosted = hosted
+        _delete(self._runner.leaves)
         self.place = "host"
 
     def to_device(self) -> None:
         """Move the weights back from the memory of the host. Dropped weights stay dropped."""
         if self.place != "host":
             return
-        leaves = [jax.device_put(leaf, place) for leaf, place in zip(self._hosted, self._shardings, strict=True)]
-        self._runner.leaves = tuple(jax.block_until_ready(leaves))
+        leaves = _placed(self._hosted, self._shardings)
+        self._draft_to_device()
+        self._runner.leaves = leaves
         _delete(self._hosted)
         self._hosted = []
         self.place = "device"
 
     def drop(self) -> None:
-        """Free the weights wherever they are."""
+        """Free the weights wherever they are. Those of a draft model move to the memory of the host."""
+        self._draft_to_host()
+        self._free()
+
+    def _free(self) -> None:
         _delete(self._hosted)
         self._hosted = []
         _delete(self._runner.leaves)
         self.place = "none"
+
+    def _draft_to_host(self) -> None:
+        if not self._hosted_draft:
+            self._hosted_draft = _on_host(self._runner.draft_leaves)
+            _delete(self._runner.draft_leaves)
+
+    def _draft_to_device(self) -> None:
+        if self._hosted_draft:
+            self._runner.draft_leaves = _placed(self._hosted_draft, self._draft_shardings)
+            _delete(self._hosted_draft)
+            self._hosted_draft = []
+
+
+def _on_host(leaves: Leaves) -> list[jax.Array]:
+    """Return copies [shape] of the leaves in the memory of the host."""
+    hosts = [leaf.sharding.with_memory_kind(_HOST) for leaf in leaves]
+    copies = [jax.device_put(leaf, host, may_alias=False) for leaf, host in zip(leaves, hosts, strict=True)]
+    return jax.block_until_ready(copies)
+
+
+def _placed(leaves: Sequence[jax.Array], shardings: Sequence[Sharding]) -> Leaves:
+    """Return copies [shape] of the leaves on the devices."""
+    return tuple(jax.block_until_ready([jax.device_put(x, place) for x, place in zip(leaves, shardings, strict=True)]))
 
 
 def _delete(leaves: Sequence[jax.Array]) -> None:

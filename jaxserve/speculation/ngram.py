@@ -180,11 +180,16 @@ class DraftRecord:
 
 
 def allot(
-    num_rows: int, offers: Sequence[tuple[float, int]], sizes: Sequence[int], times: StepTimes
+    num_rows: int,
+    offers: Sequence[tuple[float, int]],
+    sizes: Sequence[int],
+    times: StepTimes,
+    seconds_before: float = 0,
 ) -> list[int] | None:
     """Return how many of its drafts each offer gets in a step of `num_rows` rows; None if no drafts are better.
 
     offers: (rate, number of drafts). sizes: tokens of a step with drafts, ascending; half as many rows fit.
+    seconds_before: in which the device proposes the drafts
 
     The i-th draft of an offer is right with probability rate**i. For each size the likeliest drafts are taken, and the
     size that yields the most tokens a second is compared with a step without drafts.
@@ -204,6 +209,7 @@ def allot(
         count = min(size - num_rows, len(gains))
         total, done = total + sum(gain for gain, _ in gains[done:count]), count
         seconds = times.verify_seconds(size) or plain * (1 + UNTIMED_COST * (size - num_rows))
+        seconds += seconds_before
         if total / seconds > best:
             best, taken = total / seconds, count
         if count == len(gains):

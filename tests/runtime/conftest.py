@@ -52,10 +52,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, mesh: DeviceMesh) -> Lo
 def make_runner(mesh: DeviceMesh, compile_cache: str) -> Callable[..., ModelRunner]:
     """make_runner(model, **changes of CONFIG); see `quick_programs` for its compiler's options"""
 
-    def make(model: LoadedModel, **changes: object) -> ModelRunner:
+    def make(model: LoadedModel, draft: LoadedModel | None = None, **changes: object) -> ModelRunner:
         config = dataclasses.replace(CONFIG, compile_cache=Path(compile_cache), **changes)  # type: ignore[arg-type]
         with quick_programs():
-            return ModelRunner(model, config, mesh)
+            return ModelRunner(model, config, mesh, draft=draft)
 
     return make
 

@@ -11,7 +11,7 @@ from jaxserve.ops.paged_attention import get_backend
 from jaxserve.runtime.compilation.attention_sizes import fitted, serving_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-NARROW, WIDE = (SimpleNamespace(head_dim=size, latent=False) for size in (128, 256))
+NARROW, WIDE, WIDER = (SimpleNamespace(head_dim=size, latent=False) for size in (128, 256, 512))
 LATENT = SimpleNamespace(num_kv_heads=1, head_dim=576, latent=True)
 
 
@@ -101,3 +101,11 @@ def test_wide_heads_fit_into_the_shared_memory_of_each_gpu() -> None:
         assert tile_and_stages(large, NARROW, WIDE) == (64, 5)
     xla = get_backend("xla", "gpu")
     assert fitted(xla, SimpleNamespace(compute_capability="8.0"), [WIDE]) is xla  # type: ignore[list-item]
+
+
+def test_heads_of_512_fit_into_the_shared_memory_of_each_gpu() -> None:
+    """Compiled for an H200, a prompt's kernel takes 459,264 bytes with the sizes of smaller heads, of 232,448."""
+    for capability, decode_tile in (("8.0", 32), ("8.9", 16), ("9.0", 32), ("12.0", 16)):
+        tuning = serves("auto", capability, "bfloat16", WIDE, WIDER).tuning
+        assert (tuning.decode_tile, tuning.extend_sizes(512)) == (decode_tile, (32, tuning.extend_tile // 2))
+        assert tuning.extend_sizes(256) == (64, tuning.extend_tile)

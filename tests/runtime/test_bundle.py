@@ -18,7 +18,8 @@ from jaxserve.runtime.saved_programs.bundle import MANIFEST
 from jaxserve.runtime.saved_programs.target import make_target
 from tests.quick import quick_programs
 
-LIMITS: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+# Weights of 4 bits, because a bundle must tell their form too.
+LIMITS: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "quantization": "nvfp4"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,6 +107,7 @@ def test_fault_is_refused_with_its_reason(fault: str, copied: Path) -> None:
         ({"num_pages": 300}, "was made for cache.num_pages 256, and here it is 300"),
         ({"max_model_len": 64}, "was made for model .*, and here it is|was made for model.max_model_len 2048"),
         ({"dtype": "float32"}, "was made for model LlamaForCausalLM of shape"),
+        ({"quantization": "mxfp4"}, "was made for model LlamaForCausalLM of shape"),
         ({"attention": "xla", "dtype": "bfloat16"}, "was made for attention native, and here it is xla"),
     ],
 )

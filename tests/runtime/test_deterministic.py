@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,10 +122,12 @@ def test_latent_heads_beside_any_number_of_tokens() -> None:
     @partial(jax.jit, compiler_options=dict(compiler_options("cpu", deterministic=True)))
     def forward(leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
         """Return hidden states [T, D] of tokens int32 [T], which attend to nothing."""
+
+        def attend_nothing(layer_index: int, heads: Any, cache: Any, sinks: Any = None) -> tuple[jax.Array, Any]:
+            return heads.q, cache
+
         positions = jnp.arange(len(tokens), dtype=jnp.int32)
-        hidden, _ = structure.bind(leaves)(
-            tokens, positions, (None,), lambda layer_index, heads, cache, sinks=None: (heads.q, cache), Products(True)
-        )
+        hidden, _ = structure.bind(leaves)(tokens, positions, (None,), attend_nothing, Products(True))
         return hidden
 
     tokens = rng.integers(0, V, 64).astype(np.int32)

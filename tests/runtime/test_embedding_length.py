@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.pooling import PoolingConfig
 from tests.models.checkpoints import write_modules
 from tests.runtime.conftest import CONFIG
@@ -27,9 +28,11 @@ CHOSEN = dataclasses.replace(CONFIG, max_model_len=512, shrink_context=True)
 def test_the_longest_text(of_its_own: int | None, tokenizer: dict[str, Any], longest: int, tmp_path: Path) -> None:
     pooling = PoolingConfig("cls", normalize=False, max_tokens=of_its_own)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    assert CHOSEN.for_embeddings(pooling, tmp_path).max_model_len == 512  # no model of sentence-transformers
+    assert (
+        CHOSEN.for_embeddings(pooling, ModelFiles.open(tmp_path)).max_model_len == 512
+    )  # no model of sentence-transformers
     write_modules(tmp_path, ["Transformer", "Pooling"], {})
-    found = CHOSEN.for_embeddings(pooling, tmp_path)
+    found = CHOSEN.for_embeddings(pooling, ModelFiles.open(tmp_path))
     assert (found.max_model_len, found.normalize_embeddings) == (longest, False)
     configured = dataclasses.replace(CHOSEN, shrink_context=False)
-    assert configured.for_embeddings(pooling, tmp_path).max_model_len == 512
+    assert configured.for_embeddings(pooling, ModelFiles.open(tmp_path)).max_model_len == 512

@@ -42,15 +42,18 @@ def test_the_attention_of_a_layer_is_carried(mesh: DeviceMesh) -> None:
 
 
 def test_layers_with_a_window_are_a_group(mesh: DeviceMesh) -> None:
-    backend = get_backend("xla", "cpu")
-    caches = kv_cache.layer_caches(LAYERS, backend, 8, jnp.dtype("float32"), mesh, windowed=True)
+    backend, groups = get_backend("xla", "cpu"), kv_cache.layer_groups(LAYERS, 128)
+    caches = kv_cache.layer_caches(LAYERS, backend, 8, jnp.dtype("float32"), mesh, groups=groups)
     assert [cache.group for cache in caches] == [0, 1]
     assert [kv_cache.page_bytes(caches, group) for group in (0, 1)] == [cache.page_bytes for cache in caches]
     assert [array.shape[0] for array in kv_cache.allocate(caches, (9, 4))] == [9, 4]
 
 
-def test_the_window_of_a_group() -> None:
-    wider = replace(LAYERS[1], sliding_window=12)
-    assert kv_cache.group_window([*LAYERS, wider], 128) == 12
-    assert kv_cache.group_window([*LAYERS, wider], 12) is None, "no sequence is longer"
-    assert kv_cache.group_window(LAYERS[:1], 128) is None
+def test_layers_of_each_width_are_a_group(mesh: DeviceMesh) -> None:
+    layers = [*LAYERS, replace(LAYERS[1], sliding_window=12), replace(LAYERS[1], sliding_window=None, chunk=7)]
+    groups = kv_cache.layer_groups(layers, 128)
+    assert groups == (("window", 12), ("chunk", 7), ("window", 7))
+    caches = kv_cache.layer_caches(layers, get_backend("xla", "cpu"), 8, jnp.dtype("float32"), mesh, groups=groups)
+    assert [cache.group for cache in caches] == [0, 3, 1, 2]
+    assert kv_cache.layer_groups(layers, 12) == (("chunk", 7), ("window", 7)), "no sequence is longer than 12 tokens"
+    assert kv_cache.layer_groups(LAYERS[:1], 128) == ()

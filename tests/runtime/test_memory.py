@@ -15,11 +15,12 @@ from jaxserve.ops.paged_attention import Backend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from jaxserve.runtime import memory, runner_setup
 from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup, check_reach
-from jaxserve.types.scheduling import WindowSize
+from jaxserve.types.scheduling import Reach, Span
 
 GIB = 2**30
 SIZES = Sizes(
@@ -92,7 +93,7 @@ def test_programs_that_copy_the_cache_leave_room_for_the_copy() -> None:
     assert copied.scratch_bytes == 2 * GIB + copied.kv_bytes
     windows = dataclasses.replace(ALTERNATING, page_bytes=0)
     more = plan(dataclasses.replace(windows, scratch_page_bytes=MIB), device_bytes=30 * GIB)
-    assert more.num_window_pages < plan(windows, device_bytes=30 * GIB).num_window_pages
+    assert more.groups[0].num_pages < plan(windows, device_bytes=30 * GIB).groups[0].num_pages
     assert more.scratch_bytes == 2 * GIB + more.kv_bytes <= (27 - 17) * GIB - more.kv_bytes
 
 
@@ -138,7 +139,7 @@ def test_the_probe_of_a_tpu_has_a_cache_that_fits_and_is_not_in_the_fast_memory(
 
 # --- 8-bit pages in the Triton kernels
 
-SCALED = dataclasses.replace(SIZES, page_bytes=MIB, reached=(2**15, 0))  # 32 layers of 8 kv heads of 128 numbers
+SCALED = dataclasses.replace(SIZES, page_bytes=MIB, reached=(2**15,))  # 32 layers of 8 kv heads of 128 numbers
 
 
 @pytest.mark.parametrize(("gib", "pages"), [(80, 54272), (100, 65536), (160, 65536), (170, 134 * 1024)])
@@ -154,7 +155,7 @@ def test_more_8_bit_pages_than_the_kernels_reach_are_refused() -> None:
     windows = dataclasses.replace(ALTERNATING, reached=(0, 2**17))
     with pytest.raises(ConfigError, match=r"cache.num_window_pages is 18000"):
         plan(windows, num_window_pages=18000)
-    assert plan(windows).num_window_pages == 16384
+    assert plan(windows).groups[0].num_pages == 16384
 
 
 def test_pages_that_only_triton_reads_in_part(tiny_model: LoadedModel, mesh: DeviceMesh) -> None:
@@ -164,7 +165,9 @@ def test_pages_that_only_triton_reads_in_part(tiny_model: LoadedModel, mesh: Dev
     def planned(backend: Backend | None, dtype: str) -> int:
         config = dataclasses.replace(CONFIG, max_model_len=128, cache_dtype=jnp.dtype(dtype), num_pages=many)
         setup = RunnerSetup.of(tiny_model, dataclasses.replace(config, attention="xla"), mesh)
-        assert 2**31 < math.prod(setup.layers[0].page_shape) * many < 2**32
+        layer = setup.layers[0]
+        assert isinstance(layer, LayerCache)
+        assert 2**31 < math.prod(layer.page_shape) * many < 2**32
         return dataclasses.replace(setup, backend=backend or setup.backend).plan(2**40).num_pages
 
     assert planned(None, "int8") == planned(TritonBackend(), "bfloat16") == many
@@ -190,40 +193,40 @@ def test_a_weight_that_triton_reads_in_part_is_refused(gib: int, axes: tuple[str
 
 # --- layers with a sliding window
 
-WINDOW = WindowSize(1024, 16, chunk=8192)
+WINDOW = Span(Reach("window", 1024), 16, prompt_tokens=8192)
 ONE, CHUNKS = WINDOW.decoding, 2 * 512  # pages of a request's window, and of two chunks
-ALTERNATING = dataclasses.replace(SIZES, page_bytes=MIB, window_page_bytes=MIB, window=WINDOW)
+ALTERNATING = dataclasses.replace(SIZES, page_bytes=MIB, groups=((WINDOW, MIB),))
 
 
 def test_windows_of_all_requests_and_the_rest_for_the_others() -> None:
     sizes = dataclasses.replace(ALTERNATING, max_num_seqs=64)
     result = plan(sizes)
-    assert result.num_window_pages == 2 * 64 * ONE + CHUNKS == WINDOW.for_requests(64)
-    assert result.num_pages == 53 * 1024 - result.num_window_pages
-    assert result.kv_bytes == 53 * GIB and result.window == 1024
+    assert result.groups[0].num_pages == 2 * 64 * ONE + CHUNKS == WINDOW.for_requests(64)
+    assert result.num_pages == 53 * 1024 - result.groups[0].num_pages
+    assert result.kv_bytes == 53 * GIB and result.groups[0].reach == ("window", 1024)
     assert result.kv_tokens > 1.5 * plan(dataclasses.replace(SIZES, max_num_seqs=64)).kv_tokens
     assert result.max_concurrency == pytest.approx(result.kv_tokens / 8192)
 
 
 def test_where_memory_is_short_windows_get_half_as_many_pages() -> None:
-    pages, windows = split_pool(6 * GIB, ALTERNATING, 131072)
+    pages, (windows,) = split_pool(6 * GIB, ALTERNATING, 131072)
     assert (pages, windows) == (4096, 2048)
-    pages, windows = split_pool(6 * GIB, ALTERNATING, 1600)  # 100 pages, 67 of them in the window
+    pages, (windows,) = split_pool(6 * GIB, ALTERNATING, 1600)  # 100 pages, 67 of them in the window
     assert windows == pytest.approx(0.67 * pages, rel=0.02) and pages + windows == 6 * 1024
 
 
 def test_where_every_layer_has_a_window_the_other_pages_cost_nothing() -> None:
     sizes = dataclasses.replace(ALTERNATING, page_bytes=0)
     result = plan(sizes, device_bytes=30 * GIB, max_model_len=32768)
-    assert result.kv_bytes == result.num_window_pages * MIB <= (27 - 19) * GIB
-    assert result.num_pages == result.num_window_pages * 2048 // ONE
-    assert result.max_concurrency == pytest.approx(result.num_window_pages / ONE, rel=1e-3)
+    assert result.kv_bytes == result.groups[0].num_pages * MIB <= (27 - 19) * GIB
+    assert result.num_pages == result.groups[0].num_pages * 2048 // ONE
+    assert result.max_concurrency == pytest.approx(result.groups[0].num_pages / ONE, rel=1e-3)
 
 
 def test_windowed_pages_as_configured() -> None:
-    assert plan(ALTERNATING, num_pages=600).num_window_pages == 600
+    assert plan(ALTERNATING, num_pages=600).groups[0].num_pages == 600
     result = plan(ALTERNATING, num_window_pages=200)
-    assert (result.num_window_pages, result.num_pages) == (200, 53 * 1024 - 200)
+    assert (result.groups[0].num_pages, result.num_pages) == (200, 53 * 1024 - 200)
     with pytest.raises(ConfigError, match=f"131 pages, and one request may need {2 * ONE}") as caught:
         plan(ALTERNATING, num_window_pages=131)
     assert f"cache.num_window_pages to at least {2 * ONE}" in str(caught.value.fix)
@@ -235,6 +238,54 @@ def test_too_little_for_a_context_and_its_windows_is_a_shorter_context(page_byte
     sizes = dataclasses.replace(ALTERNATING, page_bytes=page_bytes)
     tight: dict[str, Any] = {"device_bytes": 21 * GIB + 200 * MIB}
     result = plan(sizes, **tight, shrink_context=True)
-    assert (result.num_pages, result.num_window_pages, result.max_model_len) == (pages, pages, pages * 16)
+    assert (result.num_pages, result.groups[0].num_pages, result.max_model_len) == (pages, pages, pages * 16)
     with pytest.raises(ConfigError, match=f"room for {pages * 16} tokens.*{pages * (page_bytes + MIB) // MIB} MiB for"):
         plan(sizes, **tight)
+
+
+def test_several_widths_share_by_what_a_request_needs() -> None:
+    """A request has 65 pages of the wider windows and 18 of the chunks, and each group as many for each of these."""
+    chunk = Span(Reach("chunk", 256), 16, prompt_tokens=8192)
+    sizes = dataclasses.replace(ALTERNATING, max_num_seqs=64, groups=((WINDOW, MIB), (chunk, 2 * MIB)))
+    result = plan(sizes)
+    wide, narrow = result.groups
+    assert wide.num_pages == WINDOW.for_requests(64) and wide.page_bytes * 2 == narrow.page_bytes
+    assert narrow.num_pages == -(-wide.num_pages * chunk.decoding // WINDOW.decoding)
+    assert result.num_pages == 53 * 1024 - wide.num_pages - 2 * narrow.num_pages and result.kv_bytes == 53 * GIB
+    assert result.pages_by_group == (result.num_pages, wide.num_pages, narrow.num_pages)
+    assert result.max_concurrency == pytest.approx(result.kv_tokens / 8192)
+    again = plan(sizes, num_pages=result.num_pages, num_window_pages=wide.num_pages)
+    assert again.groups == result.groups, "as a replacement engine plans"
+    exact = plan(sizes, num_window_pages=(200, 150))
+    assert [group.num_pages for group in exact.groups] == [200, 150]
+    with pytest.raises(
+        ConfigError, match=f"a chunk of 256 tokens have 30 pages, and one request may need {2 * chunk.decoding}"
+    ):
+        plan(sizes, num_window_pages=(200, 30))
+
+
+def test_several_widths_where_no_layer_sees_all() -> None:
+    narrow = Span(Reach("window", 128), 16, prompt_tokens=8192)
+    sizes = dataclasses.replace(ALTERNATING, page_bytes=0, groups=((WINDOW, MIB), (narrow, MIB)))
+    result = plan(sizes, device_bytes=30 * GIB, max_model_len=32768)
+    counts = [group.num_pages for group in result.groups]
+    assert result.kv_bytes == sum(counts) * MIB <= (27 - 19) * GIB
+    assert counts[1] == -(-counts[0] * narrow.decoding // WINDOW.decoding)
+    assert result.num_pages >= max(
+        count * 2048 // span.decoding for count, span in zip(counts, (WINDOW, narrow), strict=True)
+    )
+
+
+def test_states_of_running_requests_and_as_many_cached_take_at_most_half() -> None:
+    small = dataclasses.replace(SIZES, state_page_bytes=MIB)
+    result = plan(small)
+    assert (result.num_state_pages, result.num_pages) == (1024, (53 - 1) * 512)
+    assert result.pages_by_group == (result.num_pages, 1024) and result.kv_bytes == 53 * GIB
+    large = dataclasses.replace(SIZES, state_page_bytes=144 * MIB)
+    result = plan(large)
+    assert result.num_state_pages == 53 * 1024 // 2 // 144
+    assert plan(large, num_state_pages=40).num_state_pages == 40
+    assert plan(large, num_pages=600, num_state_pages=40, max_model_len=64).pages_by_group == (600, 40)
+    with pytest.raises(ConfigError, match=r"cache.num_pages is 600"):
+        plan(large, num_pages=600, num_state_pages=500, max_model_len=64)
+    assert plan().num_state_pages == 0

@@ -8,6 +8,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from tests.models.checkpoints import TINY_LLAMA
+from tests.models.families import STATE_CASES
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -57,3 +58,37 @@ def test_dtypes() -> None:
     assert resolve_dtypes("bfloat16", "cpu") == (bfloat16, FLOAT32)
     assert resolve_dtypes("auto", "gpu") == resolve_dtypes("bfloat16", "gpu") == (bfloat16, bfloat16)
     assert resolve_dtypes("float16", "cpu") == (float16, float16)
+
+
+def of_states(case: str, platform: str = "cpu", **sections: dict[str, Any]) -> RunnerConfig:
+    return RunnerConfig.resolve(Config().replace(**sections), from_hf(STATE_CASES[case]), platform, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("case", "platform", "cache", "found"),
+    [
+        ("qwen3_5", "cpu", {}, (512, 64)),
+        ("qwen3_5", "gpu", {}, (2048, 64)),
+        ("qwen3_5", "tpu", {}, (2048, 128)),
+        ("qwen3_5", "cpu", {"page_size": 48, "state_interval": 200}, (384, 192)),
+        ("lfm2", "cpu", {}, (128, 16)),
+        ("lfm2", "gpu", {"state_interval": 1}, (16, 16)),
+    ],
+)
+def test_where_states_are_kept(case: str, platform: str, cache: dict[str, Any], found: tuple[int, int]) -> None:
+    config = of_states(case, platform, cache=cache)
+    assert (config.state_interval, config.state_border) == found
+    assert (resolve().state_interval, resolve().state_border) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("speculation.method", {"speculation": {"method": "ngram"}}),
+        ("cache.host_memory", {"cache": {"host_memory": 2**20}}),
+        ("mesh.hosts", {"mesh": {"hosts": 2}}),
+    ],
+)
+def test_what_does_not_work_with_states_is_refused_by_name(name: str, sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{name} does not work yet with a model whose layers have a recurrent state"):
+        of_states("lfm2", **sections)

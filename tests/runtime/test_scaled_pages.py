@@ -26,7 +26,7 @@ from jaxserve.library.dense import dense_attend
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import AttentionLayer
-from jaxserve.models.layers import Cache
+from jaxserve.models.layers import Cache, StateInputs
 from jaxserve.ops.paged_attention import Heads, mosaic_gpu
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
@@ -36,7 +36,7 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.types.scheduling import SchedulerConfig
-from tests.fakes import make_request, run_all
+from tests.fakes import groups_of, make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint
 from tests.quick import QUICK, QUICK_FLAGS
@@ -72,8 +72,7 @@ class Served:
         plan, config = self.runner.plan, self.runner.config
         sizes: dict[str, Any] = {
             "num_pages": plan.num_pages,
-            "num_window_pages": plan.num_window_pages,
-            "window": plan.window,
+            "groups": groups_of(plan, changes),
             "page_size": PAGE,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -131,7 +130,10 @@ def rounded_logits(
     """`dense_logits` with each row of K and V as the pages hold it."""
     dense, model = dense_attend(structure.config), structure.bind(leaves)
 
-    def attend(layer_index: int, heads: Heads, cache: Cache, sinks: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+    def attend(
+        layer_index: int, heads: Heads | StateInputs, cache: Cache, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        assert not isinstance(heads, StateInputs) and heads.k is not None and heads.v is not None
         k, v = (ScaledPages.of(x, dtype).astype(jnp.float32) for x in (heads.k, heads.v))
         return dense(layer_index, Heads(heads.q, k, v), cache, sinks)
 
@@ -168,7 +170,7 @@ def test_tokens_after_preemption(served: Served) -> None:
 def test_evicted_pages_with_scales_and_of_latent_rows(served: Served) -> None:
     """A cache that holds one request: the others' pages are in the memory of the host."""
     plan = served.runner.plan
-    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.num_host_window_pages}
+    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.host_pages_by_group[-1]}
     core = served.core(num_pages=LONGEST // PAGE + 1, **host)
     first, counters = core.stats(), core.scheduler.counters
     computed = [counters.prefill_tokens]
@@ -202,7 +204,7 @@ def test_no_step_copies_the_cache(served: Served) -> None:
 
 def test_pages_are_moved_with_their_scales(served: Served) -> None:
     runner = served.runner
-    if runner.plan.window is not None:
+    if runner.plan.groups:
         pytest.skip("pages of two groups have no common ids")
     tokens_of(served.core(prefix_cache=False), served.prompts)
     pages = list(range(70))

@@ -1,5 +1,6 @@
 """Admission: what a SlotInit says is what the slot holds."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -69,5 +70,5 @@ def test_a_plain_request_sends_nothing_but_its_fields() -> None:
 
 
 def test_state_bytes_are_those_of_the_arrays() -> None:
-    arrays = vars(empty_state(S, V, 3)).values()
+    arrays = jax.tree.leaves(empty_state(S, V, 3))
     assert slots.state_bytes(S, V, 3) == sum(array.nbytes for array in arrays)

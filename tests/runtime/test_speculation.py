@@ -67,8 +67,7 @@ def make_core(runner: ModelRunner, drafter: Drafter | None, **changes: object) -
         "max_model_len": 128,
         "max_drafts": DRAFTS,
         "verify_sizes": runner.buckets.verify,
-        "window": runner.plan.window,
-        "num_window_pages": runner.plan.num_window_pages,
+        "groups": runner.plan.group_sizes,
     }
     config = SchedulerConfig(**(sizes | changes))  # type: ignore[arg-type]
     options = CoreOptions(

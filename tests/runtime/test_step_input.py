@@ -10,7 +10,7 @@ from jaxserve.runtime import step_input
 from jaxserve.runtime.programs import attention_metadata, each_token
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.step_input import PageUpdates
-from jaxserve.types.step import PageTableUpdate, ScheduledRow
+from jaxserve.types.step import ScheduledRow, TableUpdate
 from tests.runtime.slot_states import empty_state
 
 S, PAGES = 6, 4
@@ -105,7 +105,7 @@ def test_two_groups_of_layers_have_a_table_each() -> None:
     """Beside each other in a slot's row: the second one's entries lie behind all of the first."""
     groups = 2
     state = empty_state(S, 10, groups * PAGES)
-    windows = [PageTableUpdate(4, 1, [70, 71]), PageTableUpdate(2, 3, [72])]
+    windows = [TableUpdate(4, 1, 1, [70, 71]), TableUpdate(2, 1, 3, [72])]
     rows = [row(4, 0, None, {2: 99}), row(2, 0, None, {3: 98})]
     updates = PageUpdates.of(rows, windows, PAGES)
     packed = step_input.pack_decode(rows, updates, 3, S, False, groups)

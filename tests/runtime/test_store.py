@@ -1,5 +1,6 @@
 """Compiled programs on disk: found again without a compilation, and only where they fit and nobody else could write."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.errors import ConfigError
 from jaxserve.runtime import fingerprint as fingerprints
@@ -25,16 +27,18 @@ from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compi
 from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.sampling.sampler import Sampled
-from jaxserve.runtime.saved_programs.executable import ProgramFormatError, load, serialize
+from jaxserve.runtime.saved_programs.executable import ProgramFormatError, UnrunnableProgramError, load, serialize
 from jaxserve.runtime.saved_programs.program_store import (
     ProgramStore,
     TurnTakingStore,
     decode,
+    discarding,
     encode,
     open_store,
     program_key,
 )
 from jaxserve.system import CacheDirectoryError
+from tests.runtime.damaged import without_code, without_functions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -258,6 +262,84 @@ def test_program_from_jax_cache_is_not_stored(
     monkeypatch.setattr(Program, "compile", found_in_cache)
     compile_all([wanted], store=store)
     assert not os.listdir(tmp_path)
+
+
+def test_program_that_jax_keeps_in_memory_from_its_cache_is_not_stored(
+    tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jax finds an executable by its function too, and then reports no hit."""
+    store, wanted = ProgramStore(tmp_path / "programs", mesh), program(mesh)
+    names = ("dir", "min_compile_time_secs", "min_entry_size_bytes")
+    settings = dict(zip(names, (str(tmp_path / "jax"), 0.0, -1), strict=True))
+    before = {}
+    for name, value in settings.items():
+        full = "jax_compilation_cache_dir" if name == "dir" else f"jax_persistent_cache_{name}"
+        before[full] = jax.config.values[full]
+        jax.config.update(full, value)
+    compilation_cache.reset_cache()
+    try:
+        wanted.compile()
+        jax.clear_caches()
+        wanted.compile()  # from the cache on disk
+        compile_all([wanted], store=store)
+    finally:
+        for full, value in before.items():
+            jax.config.update(full, value)
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+    assert any(path.name.startswith("jit_function") for path in (tmp_path / "jax").iterdir())
+    assert not os.listdir(tmp_path / "programs")
+
+
+def test_program_without_machine_code_is_neither_stored_nor_loaded(
+    tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, wanted = ProgramStore(tmp_path, mesh), program(mesh)
+    compile_all([wanted], store=store)
+    loaded = store.find(wanted)
+    assert loaded is not None
+    with pytest.raises(ProgramFormatError, match="machine code is missing"):
+        serialize(loaded)
+    path = stored_file(tmp_path)
+    path.write_bytes(without_code(path.read_bytes(), wanted))
+    assert store.find(wanted) is None
+    assert "example is compiled again" in caplog.text and "machine code is missing" in caplog.text
+    assert not list(tmp_path.iterdir()), "nothing loads it again"
+
+
+def test_programs_of_which_one_cannot_be_run_are_discarded(tmp_path: Path, mesh: DeviceMesh) -> None:
+    store, wanted = ProgramStore(tmp_path, mesh), program(mesh)
+    compile_all([wanted, dataclasses.replace(wanted, name="other")], store=store)
+    key = f"{program_key(wanted, fingerprint(mesh))}.program"
+    (tmp_path / key).write_bytes(without_functions((tmp_path / key).read_bytes()))
+    found = compile_all([wanted], store=store)["example"]
+    with pytest.raises(UnrunnableProgramError, match="1 are discarded: example"), discarding(store):
+        jax.block_until_ready(found(*arguments()))
+    assert len(list(tmp_path.iterdir())) == 1, "the other program was not loaded"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="memory"), discarding(store):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    compile_all([wanted], store=store)["example"](*arguments())
+
+
+def test_a_program_is_kept_while_a_lock_of_another_vanishes(
+    tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder is done between the listing of the store and the look at each file."""
+    caplog.set_level("INFO")
+    scandir, lock, left = os.scandir, tmp_path / ".other.lock", tmp_path / ".left"
+
+    def listed(directory: int) -> contextlib.nullcontext[Iterator[os.DirEntry[str]]]:
+        lock.touch()
+        entries = list(scandir(directory))
+        lock.unlink()
+        return contextlib.nullcontext(iter(entries))
+
+    left.touch()
+    os.utime(left, (1.0, 1.0))
+    monkeypatch.setattr(os, "scandir", listed)
+    compile_all([program(mesh)], store=ProgramStore(tmp_path, mesh))
+    assert "is not kept" not in caplog.text and stored_file(tmp_path).is_file()
+    assert not left.exists(), "the other files are looked at all the same"
 
 
 def test_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path, mesh: DeviceMesh) -> None:

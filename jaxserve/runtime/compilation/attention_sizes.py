@@ -23,6 +23,7 @@ _TRITON_SINCE, _HOPPER = (8, 0), (9, 0)  # compute capability; XLA refuses Trito
 _LARGE_MEMORY = (9, 10)  # major numbers of the compute capability
 _SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # with 101,376 bytes for a program
 _WIDE = 128  # columns of a head; a wider one is padded to 256
+_WIDER = 256  # likewise, to 512
 _LANES = 128  # columns of a TPU's vector register, to which arrays in its memory are padded
 _TPU_MEMORY = 15 * 2**20  # bytes; a kernel has 16 MiB on a v5e
 _TPU_SIZES = ((128, 256), (64, 256), (64, 128), (32, 128), (16, 128))  # rows and tile, the fastest first
@@ -100,6 +101,8 @@ def fitted(backend: Backend, device: Any, layers: Iterable[AttentionLayer]) -> B
     if any(layer.head_dim > _WIDE and not layer.latent for layer in layers):
         tuning = dataclasses.replace(backend.tuning, extend_tile=32, extend_stages=4)
         backend = dataclasses.replace(backend, tuning=tuning)
+    if capability in _SMALL_MEMORY and any(layer.head_dim > _WIDER and not layer.latent for layer in layers):
+        backend = dataclasses.replace(backend, tuning=dataclasses.replace(backend.tuning, decode_tile=16))
     if capability in _SMALL_MEMORY and any(layer.latent for layer in layers):
         backend = dataclasses.replace(backend, latent=dataclasses.replace(backend.latent, rows=32, tile=16))
     return backend

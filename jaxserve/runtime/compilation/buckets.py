@@ -37,6 +37,7 @@ class Buckets:
 
     decode: rows. decode_hidden: rows of a decode step without sampler. extend: tokens. head: rows of head and sampler.
     verify: tokens of a step with drafts; each is a size of decode_hidden too. Empty without speculation.
+    draft: rows that a draft model proposes drafts for, as many as the largest `verify` has. Empty without such a model.
     """
 
     decode: tuple[int, ...]
@@ -44,6 +45,7 @@ class Buckets:
     extend: tuple[int, ...]
     head: tuple[int, ...]
     verify: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
 
     def by_program(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes (rows or tokens, as the fields say) by program name."""
@@ -53,6 +55,7 @@ class Buckets:
             "extend": self.extend,
             "head_sample": self.head,
             **({"verify": self.verify} if self.verify else {}),
+            **({"draft": self.draft} if self.draft else {}),
         }
 
     @property
@@ -68,8 +71,9 @@ def make_buckets(
     num_parameters: int,
     deterministic: bool = False,
     max_drafts: int = 0,
+    draft_model: bool = False,
 ) -> Buckets:
-    """Choose the buckets of a configuration.
+    """Choose the buckets of a configuration. draft_model: the device proposes drafts itself
 
     Deterministic mode decodes through `extend` and has no decode programs. On a CPU it keeps the other buckets, because
     a row's bits are the same in all of them (tests check this). Elsewhere the matrix kernel changes with the number of
@@ -94,6 +98,7 @@ def make_buckets(
         extend=_up_to((*((1,) if deterministic else ()), *_EXTEND, *extend), max_tokens),
         head=_up_to(head, max_num_seqs),
         verify=verify,
+        draft=_draft_sizes(min(max_num_seqs, verify_rows(verify[-1]))) if draft_model else (),
     )
 
 
@@ -111,6 +116,11 @@ def _verify_sizes(max_num_seqs: int, max_tokens: int, max_drafts: int, platform:
     first, last = _VERIFY_CPU if platform == "cpu" else _VERIFY
     most = min(last, max_tokens, max_num_seqs * (1 + max_drafts))
     return tuple(size for size in _powers(first, 2, last) if size < 2 * most and size <= max_tokens)
+
+
+def _draft_sizes(most: int) -> tuple[int, ...]:
+    # few, because such a program has the draft model once for each draft
+    return _up_to(_powers(1, 4, most), most)
 
 
 _SHORTEST_TEXT = 32

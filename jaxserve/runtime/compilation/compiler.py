@@ -12,6 +12,8 @@ takes.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -139,6 +141,13 @@ class ProgramStorage(Protocol):
         """Store a program that was just compiled."""
         ...
 
+    def discard(self) -> list[str]:
+        """Remove the programs that this process loaded, so that nothing loads them again. Returns their names.
+
+        Raises ConfigError if they must not be compiled.
+        """
+        ...
+
 
 class _CacheHits(threading.local):
     """Records whether this thread's last compilation came from JAX's own cache. XLA cannot serialize such a program."""
@@ -156,6 +165,8 @@ def obtain(program: Program, store: ProgramStorage | None) -> jax.stages.Compile
     if (found := store.find(program)) is not None:
         return found
     hits = _CacheHits()
+    # jax keeps executables in memory by their function. One that came from the cache is then found without a hit.
+    program = dataclasses.replace(program, function=functools.partial(program.function))
     monitoring.register_event_listener(hits.listen)
     try:
         compiled = program.compile()
@@ -370,7 +381,9 @@ class WarmUp:
         """Return the times of the steps that were measured."""
         hidden, verify = self._seconds.get("decode_hidden", {}), self._seconds.get("verify", {})
         verify = {size: hidden[size] + taken for size, taken in verify.items() if size in hidden}
-        return StepTimes.of(self._seconds.get("decode", {}), self._seconds.get("extend", {}), verify)
+        return StepTimes.of(
+            self._seconds.get("decode", {}), self._seconds.get("extend", {}), verify, self._seconds.get("draft", {})
+        )
 
 
 def measured_times(runner: Runs, platform: str, max_drafts: int, before_run: BeforeRun | None = None) -> StepTimes:

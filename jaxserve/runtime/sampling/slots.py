@@ -61,6 +61,7 @@ class SlotState:
     token_counts    occurrences in the output, saturating
     in_prompt       whether the token occurs in the prompt
     watermark       64 bits of a key, low word first. Used if `has_watermark`
+    position_delta  see `picture.position_delta`; None: the model takes no pictures
     """
 
     position: jax.Array = field(metadata=_array(jnp.int32))
@@ -86,6 +87,7 @@ class SlotState:
     has_watermark: jax.Array = field(metadata=_scalar(jnp.int32, lambda init: init.params.watermark_key is not None))
     watermark: jax.Array = field(metadata=_array(jnp.uint32, 2))
     recent: jax.Array = field(metadata=_array(jnp.int32, RECENT))
+    position_delta: jax.Array | None = field(default=None, metadata=_array(jnp.int32))
 
     @property
     def num_slots(self) -> int:
@@ -123,28 +125,33 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
-    """Return the state as ShapeDtypeStructs, to compute its size and to compile for it."""
+def state_shapes(num_slots: int, vocab_size: int, max_pages: int, *, pictures: bool = False) -> SlotState:
+    """Return the state as ShapeDtypeStructs, to compute its size and to compile for it.
+
+    pictures: whether the model takes pictures
+    """
     sizes: dict[int | str, int] = {"pages": max_pages, "words": mask_words(vocab_size), "vocab": vocab_size}
 
     def array(dtype: jax.typing.DTypeLike, trailing: tuple[int | str, ...]) -> jax.ShapeDtypeStruct:
         """Return [S, *trailing] with the sizes that names stand for."""
         return jax.ShapeDtypeStruct((num_slots, *(sizes.get(size, size) for size in trailing)), dtype)
 
-    arrays = {each.name: array(each.metadata["dtype"], each.metadata["trailing"]) for each in fields(SlotState)}
+    kept = [each for each in fields(SlotState) if pictures or each.name != "position_delta"]
+    arrays = {each.name: array(each.metadata["dtype"], each.metadata["trailing"]) for each in kept}
     return SlotState(**arrays)  # type: ignore[arg-type]  # used in place of arrays
 
 
 def state_partition(state: SlotState, columns: P) -> SlotState:
     """Return the PartitionSpec of each array: `columns` for the [S, V] arrays, replicated for the others."""
-    cuts = {name: columns if name in _BY_TOKEN else P() for name in vars(state)}
+    cuts = {name: columns if name in _BY_TOKEN else P() for name, array in vars(state).items() if array is not None}
     return SlotState(**cuts)  # type: ignore[arg-type]  # used in place of arrays
 
 
 def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int = 1) -> int:
     """Return the bytes of the state on one device if `parts` devices split the [S, V] arrays."""
     shapes = vars(state_shapes(num_slots, vocab_size, max_pages))
-    return sum(x.size * x.dtype.itemsize // (parts if name in _BY_TOKEN else 1) for name, x in shapes.items())
+    sizes = {name: x.size * x.dtype.itemsize for name, x in shapes.items() if x is not None}
+    return sum(size // (parts if name in _BY_TOKEN else 1) for name, size in sizes.items())
 
 
 # --- host: SlotInit -> packed int32 groups
@@ -299,6 +306,22 @@ def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
         in_prompt=state.in_prompt.at[slot, prompt_tokens].set(True, mode="drop"),
         token_counts=state.token_counts.at[slot].set(jnp.minimum(row, MAX_COUNT).astype(jnp.int16), mode="drop"),
     )
+
+
+def pack_deltas(inits: list[SlotInit], num_slots: int) -> Iterator[np.ndarray]:
+    """Yield int32 [2, ADMIT_GROUP] groups of slots and position deltas for `admit_deltas`."""
+    for first in range(0, len(inits), ADMIT_GROUP):
+        some = inits[first : first + ADMIT_GROUP]
+        packed = np.full((2, ADMIT_GROUP), num_slots, np.int32)
+        packed[:, : len(some)] = [init.slot for init in some], [init.position_delta for init in some]
+        yield packed
+
+
+def admit_deltas(state: SlotState, packed: jax.Array) -> SlotState:
+    """Set the position deltas of slots. packed: int32 [2, ADMIT_GROUP] from `pack_deltas`."""
+    assert state.position_delta is not None
+    slots, deltas = packed
+    return state.replace(position_delta=state.position_delta.at[slots].set(deltas, mode="drop"))
 
 
 APPENDED = ("position", "recent", "num_outputs", "token_counts")  # the arrays that `append_tokens` changes

@@ -13,6 +13,7 @@ import hashlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.checkpoint.structure import ModelStructure
+from jaxserve.models.config import ModelConfig
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
@@ -35,6 +37,12 @@ _AGAIN = "make it again with jaxserve compile"
 _COMPARED = ("max_num_seqs", "max_num_batched_tokens", "page_size", "deterministic", "max_drafts")
 
 
+def refuse_bundle(model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose pages a manifest cannot name yet."""
+    if model.layer_states:
+        raise ConfigError("a model whose layers have a recurrent state takes no bundle yet", fix="start it without one")
+
+
 class ProgramFile(msgspec.Struct, frozen=True):
     """A program's file. key: see program_key. sha256: of the whole file, in hexadecimal."""
 
@@ -47,14 +55,15 @@ class Manifest(msgspec.Struct, frozen=True):
     """The description of a bundle.
 
     made_for: the fingerprint. settings: the model and the limits, as texts. tuning: how matrix products were chosen
-    num_pages, num_window_pages, max_model_len: of the memory plan, because the programs' shapes depend on them
+    num_pages, of_groups, max_model_len: of the memory plan, because the programs' shapes depend on them. of_groups:
+    pages of the layer groups from 1 on
     """
 
     made_for: dict[str, str]
     settings: dict[str, str]
     tuning: str
     num_pages: int
-    num_window_pages: int
+    of_groups: tuple[int, ...]
     max_model_len: int
     programs: dict[str, ProgramFile]
 
@@ -83,8 +92,8 @@ class Bundle:
         """
         made = self.manifest
         check_same(made.settings, settings_of(structure, config, attention), f"the bundle {self._directory}")
-        asked = {"cache.num_pages": (config.num_pages, made.num_pages)}
-        asked["cache.num_window_pages"] = config.num_window_pages, made.num_window_pages
+        asked: dict[str, tuple[Any, int]] = {"cache.num_pages": (config.num_pages, made.num_pages)}
+        asked["cache.num_window_pages"] = config.num_window_pages, next(iter(made.of_groups), 0)
         length = None if config.shrink_context else config.max_model_len
         asked["model.max_model_len"] = length, made.max_model_len
         for name, (wanted, has) in asked.items():
@@ -96,7 +105,7 @@ class Bundle:
         return dataclasses.replace(
             config,
             num_pages=made.num_pages,
-            num_window_pages=made.num_window_pages,
+            num_window_pages=made.of_groups,
             max_model_len=made.max_model_len,
             shrink_context=False,
         )
@@ -122,6 +131,10 @@ class Bundle:
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
         """Never called: `find` returns a program or raises."""
         raise AssertionError(program.name)
+
+    def discard(self) -> list[str]:
+        """Raise ConfigError: a bundle's programs are not compiled."""
+        raise self._refusal("has a program that cannot be run")
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(f"the bundle {self._directory} {what}", fix=f"{_AGAIN}, or leave runtime.bundle out")
@@ -159,9 +172,17 @@ class BundleWriter:
         with self._lock:
             self._programs[program.name] = ProgramFile(name, key, hashlib.sha256(data).hexdigest())
 
-    def finish(self, settings: Mapping[str, str], tuning: str, pages: tuple[int, int], max_model_len: int) -> int:
-        """Write the manifest, which completes the bundle. Returns the bytes of all files."""
-        manifest = Manifest(self._made_for, dict(settings), tuning, *pages, max_model_len, self._programs)
+    def discard(self) -> list[str]:
+        """Return no names: nothing is loaded."""
+        return []
+
+    def finish(self, settings: Mapping[str, str], tuning: str, pages: tuple[int, ...], max_model_len: int) -> int:
+        """Write the manifest, which completes the bundle. Returns the bytes of all files.
+
+        pages: of each layer group
+        """
+        first, *others = pages
+        manifest = Manifest(self._made_for, dict(settings), tuning, first, tuple(others), max_model_len, self._programs)
         with opened(self._directory) as held:
             write_code(held.descriptor, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         return sum(path.stat().st_size for path in self._directory.iterdir())

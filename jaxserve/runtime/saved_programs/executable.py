@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,11 +29,17 @@ from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.verify import Verified
 
+_KERNEL = b"\n\x06kernel"  # in a CPU's program: a thunk that calls a function of its machine code
+_OBJECT_FILE = b"\x7fELF"  # the beginning of machine code on Linux
 _INTERNALS = ("jax._src.stages", "jax._src.interpreters.pxla", "jaxlib.xla_client")
 
 
 class ProgramFormatError(JaxserveError):
     """The bytes of a program cannot be used by this jax."""
+
+
+class UnrunnableProgramError(JaxserveError):
+    """A program was loaded and cannot be run. It is discarded, so another start compiles it."""
 
 
 class StoredLayout(msgspec.Struct, frozen=True):
@@ -79,6 +86,7 @@ def serialize(compiled: jax.stages.Compiled) -> StoredProgram:
             raise ProgramFormatError("it has effects or layouts of its own")
         client = getattr(executable, "client", None)
         data = executable.serialize() if client is None else client.serialize_executable(executable)
+        _check_code(data, "" if client is None else client.platform)
         layouts = tuple(map(_stored_layout, inner.xla_in_layouts))
         results = tuple(
             StoredResult(tuple(aval.shape), np.dtype(aval.dtype).name, bool(aval.weak_type), _stored_layout(layout))
@@ -101,6 +109,29 @@ def load(stored: StoredProgram, program: Program) -> jax.stages.Compiled:
         raise ProgramFormatError(f"jax {jax.__version__} cannot load it: {error}") from error
 
 
+def lacks_function(error: BaseException | None) -> bool:
+    """Return whether an error, or its cause, says that a program was run whose machine code is not complete.
+
+    XLA's words are "Function f not found (type id: 1)" and "Symbol f has type id 2, expected 1".
+    """
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "type id" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _check_code(executable: bytes, platform: str) -> None:
+    """Raise ProgramFormatError if the kernels of a CPU's program have no machine code.
+
+    XLA's CPU client leaves it out if it serializes an executable that it had loaded from bytes, as jax's cache does.
+    Such a program loads without an error, and its first run fails.
+    """
+    has_kernels = platform == "cpu" and sys.platform == "linux" and _KERNEL in executable
+    if has_kernels and _OBJECT_FILE not in executable:
+        raise ProgramFormatError("its machine code is missing")
+
+
 def _unloaded(compiled: jax.stages.Compiled) -> Any:
     return compiled._executable._unloaded_executable  # type: ignore[attr-defined]
 
@@ -117,6 +148,7 @@ def _load(stored: StoredProgram, program: Program) -> jax.stages.Compiled:
     stages, pxla, xla_client = map(importlib.import_module, _INTERNALS)
     devices = _devices(program)
     client, held = devices[0].client, xla_client.DeviceList(tuple(devices))
+    _check_code(stored.executable, client.platform)
     executable = client.deserialize_executable(stored.executable, executable_devices=held)
     arguments, in_tree = jax.tree.flatten((program.args, {}))
     structs = [arguments[index] for index in stored.kept]

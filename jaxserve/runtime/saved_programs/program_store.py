@@ -3,6 +3,7 @@
 A program that is found there is loaded instead of traced and compiled, which takes a tenth of the time. The files are
 code: a file is read only if it belongs to this user or to root and no other user can write it, and each has a checksum.
 Beyond KEPT bytes the least recently used files are removed. Processes that start together compile each program once.
+A program that cannot be loaded or run is removed and compiled again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,17 @@ import jax
 import msgspec
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.compilation.compiler import Program, obtain
+from jaxserve.runtime.compilation.compiler import Program, ProgramStorage, obtain
 from jaxserve.runtime.fingerprint import describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.saved_programs.executable import ProgramFormatError, StoredProgram, load, serialize
+from jaxserve.runtime.saved_programs.executable import (
+    ProgramFormatError,
+    StoredProgram,
+    UnrunnableProgramError,
+    lacks_function,
+    load,
+    serialize,
+)
 from jaxserve.system import CacheDirectoryError, opened
 
 SUFFIX = ".program"
@@ -55,6 +63,7 @@ class ProgramStore:
             pass
         self._directory, self._most = directory, most
         self._fingerprint = fingerprint(mesh)
+        self._loaded: dict[str, str] = {}  # the program's name by its file's
 
     def find(self, program: Program) -> jax.stages.Compiled | None:
         """Load a program, see compiler.ProgramStorage."""
@@ -64,12 +73,18 @@ class ProgramStore:
                 data = read_code(held.descriptor, name)
                 with contextlib.suppress(OSError):  # a cache that cannot be written
                     os.utime(name, dir_fd=held.descriptor, follow_symlinks=False)  # its time of use
-            return load(decode(data), program)
+            found = load(decode(data), program)
         except FileNotFoundError:
             return None
-        except (OSError, CacheDirectoryError, ProgramFormatError) as error:
+        except ProgramFormatError as error:
+            logger.warning("%s is compiled again: %s: %s", program.name, self._directory / name, error)
+            self._remove([name])
+            return None
+        except (OSError, CacheDirectoryError) as error:
             logger.warning("%s is compiled again: %s: %s", program.name, self._directory / name, error)
             return None
+        self._loaded[name] = program.name
+        return found
 
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
         """Store a program, see compiler.ProgramStorage."""
@@ -80,6 +95,18 @@ class ProgramStore:
                 remove_unused(held.descriptor, self._most)
         except (OSError, CacheDirectoryError, ProgramFormatError) as error:
             logger.info("%s is not kept: %s", program.name, error)
+
+    def discard(self) -> list[str]:
+        """Remove the programs that this process loaded, see compiler.ProgramStorage."""
+        removed, self._loaded = self._loaded, {}
+        self._remove(removed)
+        return sorted(removed.values())
+
+    def _remove(self, names: Iterable[str]) -> None:
+        with contextlib.suppress(OSError, CacheDirectoryError), opened(self._directory) as held:
+            for name in names:
+                with contextlib.suppress(OSError):  # another process removed it, or the cache cannot be written
+                    os.unlink(name, dir_fd=held.descriptor)
 
     @contextlib.contextmanager
     def turn(self, program: Program, seconds: float) -> Iterator[bool]:
@@ -126,6 +153,25 @@ class TurnTakingStore:
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
         """Never called: `find` returns a program or raises."""
         raise AssertionError(program.name)
+
+    def discard(self) -> list[str]:
+        """Remove the programs that this process loaded, see compiler.ProgramStorage."""
+        return self._store.discard()
+
+
+@contextlib.contextmanager
+def discarding(store: ProgramStorage | None) -> Iterator[None]:
+    """Discard the programs of the store if one of them cannot be run in the body. Then raises UnrunnableProgramError.
+
+    XLA does not say which program it was, so all that were loaded are discarded.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if store is None or not lacks_function(error) or not (names := store.discard()):
+            raise
+        text = f"a stored program cannot be run ({error}); {len(names)} are discarded: {', '.join(names)}"
+        raise UnrunnableProgramError(text) from error
 
 
 def program_key(program: Program, made_for: Mapping[str, str]) -> str:
@@ -212,8 +258,11 @@ def remove_unused(directory: int, most: int) -> None:
     """
     descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     try:
+        files: list[tuple[os.stat_result, str]] = []
         with os.scandir(descriptor) as entries:
-            files = [(entry.stat(follow_symlinks=False), entry.name) for entry in entries]
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # a lock whose holder is done, or what another removed
+                    files.append((entry.stat(follow_symlinks=False), entry.name))
         room = most
         for info, name in sorted(files, key=lambda file: -file[0].st_mtime):
             is_left = name.startswith(".") and time.time() - info.st_mtime > UNFINISHED

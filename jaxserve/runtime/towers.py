@@ -1,0 +1,269 @@
+"""The tower of a model on the device: its programs, and the pool of rows that prompt chunks read.
+
+A picture is encoded in several dispatches, so that the steps of the language model run between them:
+
+    encode_start[P]   patches uint8 [P, W] -> x [P, D]: normalized and projected, positions added
+    encode_block[P]   one block on x. All blocks are equal, so one program runs them all, each with its own weights
+    encode_deep[P]    rows of the states after a deepstack block -> pool
+    encode_end[P]     rows of the states after the last block -> pool
+
+Pictures that are wanted at once share a program, the smallest that the first one fits; each patch sees its own picture
+only. With `runtime.deterministic` a program has one picture, since sums of other lengths are rounded in another order.
+The scheduler says which pictures and blocks run in a step, and which rows of the pool they have, see
+scheduler/pictures.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.models.checkpoint.structure import ModelStructure
+from jaxserve.models.vision.config import PatchLayout, VisionConfig, patch_layout
+from jaxserve.models.vision.tower import Tower, windowed
+from jaxserve.types.picture import Picture
+from jaxserve.types.scheduling import TowerLimits
+from jaxserve.types.step import EncodePart, SampledTokens, StepHandle
+
+PATCHES = (256, 1024, 4096, 16384)  # of the programs
+# Largest picture in tokens, and the patches times blocks of a step. Estimated, not measured: a block of 1024 patches of
+# a tower of 400 million weights takes about half a second on a CPU, and one of 16,384 a few milliseconds on a GPU.
+CPU_TOKENS, CPU_WORK = 256, 1024
+MAX_TOKENS, MAX_WORK = 4096, 65536
+
+MakeProgram = Callable[[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any], Any]
+Leaves = tuple[jax.Array, ...]
+
+
+def tower_limits(
+    config: VisionConfig, platform: str, max_num_batched_tokens: int, *, deterministic: bool = False
+) -> TowerLimits:
+    """Return how pictures are encoded on a platform."""
+    most, work = (CPU_TOKENS, CPU_WORK) if platform == "cpu" else (MAX_TOKENS, MAX_WORK)
+    sizes = tuple(size for size in PATCHES if size < most * config.merge**2)
+    return TowerLimits(
+        num_rows=max(max_num_batched_tokens, most),
+        merge=config.merge,
+        sizes=(*sizes, most * config.merge**2),
+        num_blocks=config.depth,
+        work=work,
+        packs=not deterministic,
+    )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the tower whose weights are arguments of a program.
+
+    indices: of its weights among the model's leaves
+    """
+
+    graphdef: nnx.GraphDef
+    treedef: Any
+    indices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, structure: ModelStructure, path: Sequence[str | int]) -> Piece:
+        """Find the module of the model at `path`, which begins with `visual`."""
+        shapes = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in structure.specs)
+        module: Any = structure.bind(shapes)  # pyright: ignore[reportArgumentType]  structs in place of arrays
+        for step in path:
+            module = module[step] if isinstance(step, int) else getattr(module, step)
+        graphdef, state = nnx.split(module)
+        places = {spec.name: index for index, spec in enumerate(structure.specs)}
+        names = [".".join(map(str, (*path, *name))) for name, _ in nnx.to_flat_state(state)]
+        return cls(graphdef, jax.tree.structure(state), tuple(places[name] for name in names))
+
+    def bind(self, leaves: Leaves) -> Any:
+        """Make the module with these weights, an array [shape] for each of `indices`."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def chosen(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the piece's weights among the model's leaves, arrays or structs [shape]."""
+        return tuple(leaves[index] for index in self.indices)
+
+
+class TowerPrograms:
+    """The programs of a tower, as functions and as what to compile.
+
+    pool_shape: [parts, E, D] of the pool of rows
+    """
+
+    def __init__(self, structure: ModelStructure, limits: TowerLimits) -> None:
+        config = structure.config.vision
+        assert config is not None
+        self.config, self.limits = config, limits
+        self.dtype = structure.activation_dtype
+        self.pool_shape = config.row_parts, limits.num_rows, config.out_size
+        self.start = Piece.of(structure, ("visual", "patch_embed"))
+        self.table = Piece.of(structure, ("visual", "pos_embed")) if config.table else None
+        self.blocks = [Piece.of(structure, ("visual", "blocks", index)) for index in range(config.depth)]
+        late = range(len(config.deepstack))
+        self.deep = [Piece.of(structure, ("visual", "deepstack_merger_list", index)) for index in late]
+        self.end = Piece.of(structure, ("visual", "merger"))
+
+    def leaves_of_start(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of `encode_start`: weights of the projection, and of the table of positions."""
+        return self.start.chosen(leaves), () if self.table is None else self.table.chosen(leaves)
+
+    def run_start(
+        self, start: Leaves, table: Leaves, patches: jax.Array, places: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """Run `Tower.start` with its weights: patches uint8 [P, W] and their layout -> x [P, D]."""
+        positions = None if self.table is None else self.table.bind(table)
+        return Tower.started(self.config, self.start.bind(start), positions, patches, places, weights, self.dtype)
+
+    def run_block(
+        self, leaves: Leaves, x: jax.Array, places: jax.Array, segments: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run one block: x [P, D] -> (x [P, D], an int32 scalar to wait for)."""
+        x = self.blocks[0].bind(leaves)(x, places, segments)
+        return x, jnp.isfinite(x[0, 0]).astype(jnp.int32)
+
+    def run_deep(self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array, part: jax.Array) -> jax.Array:
+        """Write the rows of a deepstack block to a part of the pool. targets: int32 [P / merge^2], E for padding"""
+        return pool.at[part, targets].set(self.deep[0].bind(leaves)(x).astype(pool.dtype), mode="drop")
+
+    def run_end(self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Write the rows of the last block to the pool. targets: as in `run_deep`"""
+        return pool.at[0, targets].set(self.end.bind(leaves)(x).astype(pool.dtype), mode="drop")
+
+    def programs(self, leaves: Sequence[Any], pool: Any, replicated: Any, make: MakeProgram) -> Iterator[Any]:
+        """Yield what to compile. leaves, pool: structs. make: (name, function, args, donated args, out shardings)"""
+
+        def struct(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+            """Return the struct of a replicated array."""
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+        ints = functools.partial(struct, jnp.int32)
+        for size in self.limits.sizes:
+            x, targets = struct(self.dtype, size, self.config.hidden_size), ints(size // self.limits.merge**2)
+            patches, weights = struct(jnp.uint8, size, self.config.width), struct(jnp.float32, size, 4)
+            places = ints(size, 6)
+            args: tuple[Any, ...] = (*self.leaves_of_start(leaves), patches, places, weights)
+            yield make(f"encode_start[{size}]", self.run_start, args, (), replicated)
+            args = (self.blocks[0].chosen(leaves), x, places, ints(size))
+            yield make(f"encode_block[{size}]", self.run_block, args, (1,), (replicated, replicated))
+            if self.deep:
+                args = (self.deep[0].chosen(leaves), pool, x, targets, ints())
+                yield make(f"encode_deep[{size}]", self.run_deep, args, (1,), replicated)
+            args = (self.end.chosen(leaves), pool, x, targets)
+            yield make(f"encode_end[{size}]", self.run_end, args, (1,), replicated)
+
+
+@dataclass(frozen=True)
+class _InProgress:
+    """Pictures that are being encoded: their states after the blocks that ran, and their layout on the host."""
+
+    size: int
+    x: jax.Array
+    layout: PatchLayout
+
+
+class TowerRunner:
+    """Runs the tower. pool: the rows [parts, E, D], which the programs donate. num_dispatches: programs started"""
+
+    def __init__(
+        self, programs: TowerPrograms, compiled: Mapping[str, jax.stages.Compiled], allocate: Callable[[], jax.Array]
+    ) -> None:
+        self.limits = programs.limits
+        self._programs = programs
+        self._compiled = compiled
+        self._allocate = allocate
+        self._pictures: _InProgress | None = None
+        self.num_dispatches = 0
+        self.pool = allocate()
+
+    def rebuild(self) -> None:
+        """Replace the pool by an empty one."""
+        self.release()
+        self.pool = self._allocate()
+
+    def release(self) -> None:
+        """Free the arrays. `rebuild` makes them again."""
+        self.pool.delete()
+        self._pictures = None
+
+    def warm_up(self, leaves: Leaves) -> None:
+        """Run each program once, on a picture of each size."""
+        merge = self._programs.limits.merge
+        for size in self._programs.limits.sizes:
+            grid = 1, merge, size // merge
+            picture = Picture(bytes(32), bytes(size * self._programs.config.width), grid, 0, size // merge**2)
+            part = EncodePart((picture,), 0, self._programs.limits.num_blocks, [])
+            jax.block_until_ready((self.run(leaves, part), self.pool))
+
+    def run(self, leaves: Leaves, part: EncodePart) -> jax.Array:
+        """Dispatch blocks of the tower. Returns a scalar to wait for.
+
+        leaves: the model's weights, one array [shape] per parameter
+        """
+        programs, config = self._programs, self._programs.config
+        if part.first == 0:
+            self._pictures = self._start(leaves, part.pictures)
+        pictures = self._pictures
+        assert pictures is not None, "pictures go on that were not started"
+        x, size, layout = pictures.x, pictures.size, pictures.layout
+        self._pictures = None  # their states are donated
+        done: jax.Array | None = None
+        for index in range(part.first, part.last):
+            segments = layout.segments[windowed(config, index)]
+            x, done = self._call("block", size, programs.blocks[index].chosen(leaves), x, layout.places, segments)
+            if index in config.deepstack:
+                place = config.deepstack.index(index)
+                args = programs.deep[place].chosen(leaves), self.pool, x, self._targets(part, size)
+                self.pool = self._call("deep", size, *args, np.int32(1 + place))
+        if part.last == config.depth:
+            args = programs.end.chosen(leaves), self.pool, x, self._targets(part, size)
+            self.pool = self._call("end", size, *args)
+        else:
+            self._pictures = _InProgress(size, x, layout)
+        assert done is not None, "no blocks"
+        return done
+
+    def _start(self, leaves: Leaves, pictures: Sequence[Picture]) -> _InProgress:
+        programs = self._programs
+        size = programs.limits.size_of(sum(picture.num_patches for picture in pictures))
+        patches = np.zeros((size, programs.config.width), np.uint8)
+        given = np.frombuffer(b"".join(picture.patches for picture in pictures), np.uint8)
+        patches.reshape(-1)[: len(given)] = given
+        layout = patch_layout(programs.config, [picture.grid for picture in pictures], size)
+        args = (*programs.leaves_of_start(leaves), patches, layout.places, layout.weights)
+        return _InProgress(size, self._call("start", size, *args), layout)
+
+    def _targets(self, part: EncodePart, size: int) -> np.ndarray:
+        targets = np.full(size // self._programs.limits.merge**2, self._programs.limits.num_rows, np.int32)
+        targets[: len(part.rows)] = part.rows
+        return targets
+
+    def _call(self, piece: str, size: int, *args: Any) -> Any:
+        self.num_dispatches += 1
+        return self._compiled[f"encode_{piece}[{size}]"](*args)
+
+
+class EncodingStep:
+    """The `StepHandle` of a step that encodes too. It is read when the blocks of the tower have run.
+
+    So no more than a step's blocks are ever in the device's queue before a new request.
+    """
+
+    def __init__(self, step: StepHandle, done: jax.Array) -> None:
+        self._step = step
+        self._done = done
+
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        """Sample the step, see `StepHandle`. bitmask: int32 [positions, words]"""
+        self._step.sample(bitmask, late)
+
+    def result(self) -> SampledTokens:
+        """Wait for the step and for the blocks, and return the step's tokens."""
+        found = self._step.result()
+        self._done.block_until_ready()
+        return found

@@ -1,0 +1,136 @@
+"""A draft model changes the number of steps and no token. Its guesses are those of the model run alone.
+
+One runner for all tests: its draft model has the shapes of the served model, and each test gives it other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.errors import ConfigError
+from jaxserve.models.checkpoint.loader import LoadedModel
+from jaxserve.runtime.draft_model import check_draft_model
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.speculation.device import DeviceDrafts
+from jaxserve.types.step import Request
+from tests.fakes import make_request, run_all
+from tests.models.dense import dense_logits
+from tests.runtime.test_speculation import FEATURES, PROMPTS, Seen, accepted, assert_same, make_core, requests_of, seen
+
+DRAFTS, TOKENS = 3, 24
+Leaves = tuple[jax.Array, ...]
+
+
+class Recorder(DeviceDrafts):
+    """Keeps every draft that arrived, with the tokens before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[list[int], list[int]]] = []
+
+    def take(self, request: Request, drafts: Sequence[int]) -> None:
+        self.found.append((request.token_ids(0, request.num_tokens), list(drafts)))
+        super().take(request, drafts)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fast", "deterministic"])
+def guessing(
+    request: pytest.FixtureRequest, tiny_model: LoadedModel, make_runner: Callable[..., ModelRunner]
+) -> ModelRunner:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_drafts": DRAFTS}
+    return make_runner(tiny_model, draft=tiny_model, deterministic=request.param, **sizes)
+
+
+@pytest.fixture(autouse=True)
+def own_weights(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give the draft model the served model's weights again."""
+    yield
+    if "guessing" in request.fixturenames:
+        runner: ModelRunner = request.getfixturevalue("guessing")
+        runner.draft_leaves = runner.leaves
+
+
+def core_of(runner: ModelRunner, drafter: DeviceDrafts | None, **changes: object) -> EngineCore:
+    rows = max(runner.buckets.draft) if drafter is not None else 0
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_drafts": DRAFTS, "draft_rows": rows}
+    return make_core(runner, drafter, **(sizes | changes))
+
+
+@pytest.fixture(scope="module")
+def plain(guessing: ModelRunner) -> dict[str, Seen]:
+    return seen(run_all(core_of(guessing, None), requests_of(FEATURES)))
+
+
+def other_weights(leaves: Leaves, spread: float) -> Leaves:
+    """Weights of the same shapes, which differ by `spread` of their size; nan: nothing is finite."""
+    rng, found = np.random.default_rng(5), []
+    for leaf in leaves:
+        values = np.asarray(leaf)
+        noise = rng.standard_normal(values.shape).astype(np.float32) * np.std(values)
+        found.append(jax.device_put(values + np.float32(spread) * noise, leaf.sharding))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.15, 3.0, np.nan], ids=["right", "often right", "wrong", "not finite"])
+def test_tokens_are_those_without_drafts(guessing: ModelRunner, plain: dict[str, Seen], spread: float) -> None:
+    """Every parameter of the sampler, masks among them, and prompts between the steps."""
+    guessing.draft_leaves = other_weights(guessing.leaves, spread) if spread else guessing.leaves
+    core = core_of(guessing, DeviceDrafts())
+    assert_same(guessing, seen(run_all(core, requests_of(FEATURES))), plain)
+    drafts = core.scheduler.stats().drafts
+    assert drafts is not None and drafts.num_draft_tokens > 0
+    assert not 0.0 <= spread < 1.0 or accepted(core) > 20
+    assert guessing.num_compiles() == 0
+
+
+def test_drafts_are_what_the_draft_model_yields_alone(guessing: ModelRunner, tiny_model: LoadedModel) -> None:
+    """Against the plain forward of the whole text: after chunks, rejected drafts, prefix hits and preemption."""
+    leaves = guessing.draft_leaves = other_weights(guessing.leaves, 0.15)
+
+    def next_token(tokens: list[int]) -> int:
+        padded = np.zeros(128, np.int32)
+        padded[: len(tokens)] = tokens
+        logits = dense_logits(tiny_model.structure, leaves, jnp.asarray(padded))
+        return int(np.argmax(np.asarray(logits)[len(tokens) - 1]))
+
+    drafter = Recorder()
+    core = core_of(guessing, drafter, num_pages=14, new_token_ratio=0.01)
+    requests = [
+        make_request(f"{name} {i}", [*prompt, *prompt][:30], max_tokens=TOKENS, seed=i, temperature=name)
+        for name in (0.0, 1.0)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    transcripts = run_all(core, requests)
+    assert core.scheduler.counters.cached_tokens and core.scheduler.counters.retractions
+    assert accepted(core) and len(transcripts) == len(requests)
+    ends = 0
+    for tokens, drafts in drafter.found:
+        for draft in drafts:
+            if draft == -1:
+                ends += 1
+                break
+            assert next_token(tokens) == draft
+            tokens = [*tokens, draft]
+    assert 0 < ends < len(drafter.found) / 2
+
+
+def test_a_right_draft_model_saves_steps(guessing: ModelRunner, plain: dict[str, Seen]) -> None:
+    """Its own drafts are all right if it is greedy: a step yields all drafts and one more token."""
+    request = make_request("greedy 0", PROMPTS[0], max_tokens=TOKENS, seed=0)
+    core = core_of(guessing, DeviceDrafts())
+    assert run_all(core, [request])["greedy 0"].token_ids == plain["greedy 0"][0]
+    assert core.scheduler.counters.steps <= 2 + TOKENS // (1 + DRAFTS)
+
+
+def test_models_that_cannot_guess_are_refused(tiny_model: LoadedModel) -> None:
+    config = tiny_model.config
+    with pytest.raises(ConfigError, match="has 97 tokens in its vocabulary, and the model 96"):
+        check_draft_model(config.replace(vocab_size=97), config)
+    with pytest.raises(ConfigError, match="cannot be a draft model"):
+        check_draft_model(config.replace(labels=("a", "b")), config)
