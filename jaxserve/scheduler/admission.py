@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.radix_cache import Node
+from jaxserve.scheduler.adapter_slots import AdapterSlots
 from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.scheduler.step_builder import pages_wanted
@@ -85,18 +86,18 @@ class NewTokenRatio:
 
 
 class Room:
-    """Token counts per layer group, full attention first: how many running requests will take, how many are missing."""
+    """Token counts per layer group, group 0 first: how many running requests will take, how many are missing."""
 
     def __init__(self, ratio: NewTokenRatio, kv: KVManager) -> None:
         self.ratio = ratio
         self.kv = kv
 
     def reserve(self, requests: Iterable[Request]) -> list[int]:
-        """Return the tokens by which requests are expected to grow, which the window limits in the window group."""
+        """Return the tokens by which requests are expected to grow, at most to what each group can hold of them."""
         reserved = [self.ratio.reserve(requests)]
-        if (window := self.kv.window) is not None:
-            size = self.kv.page_size
-            growth = [(request, window.num_to_grow(request, request.cache_node) * size) for request in requests]
+        size = self.kv.page_size
+        for group in self.kv.groups:
+            growth = [(request, group.num_to_grow(request, request.cache_node) * size) for request in requests]
             reserved.append(sum(min(self.ratio.reserve((request,)), room) for request, room in growth if room))
         return reserved
 
@@ -118,10 +119,19 @@ class PrefillsInProgress:
 
     A prompt is found by the pages that follow its cached ones: the key is (cache_node, the next page's tokens).
     Siblings are found by the id of the request that they belong to.
+    served, num_usable: of the KVManager, if layers with a recurrent state use fewer pages than are cached
     """
 
-    def __init__(self, page_size: int, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        prefix_cache: bool,
+        served: Callable[[Node], Node] = lambda node: node,
+        num_usable: Callable[[Request, int], int] = lambda _, num_pages: num_pages,
+    ) -> None:
         self._page_size = page_size
+        self._served = served
+        self._num_usable = num_usable
         self._prefix_cache = prefix_cache
         self._leaders: dict[_Key, Request] = {}
         self._keys: dict[Request, _Key | None] = {}
@@ -172,16 +182,16 @@ class PrefillsInProgress:
             # If a sibling is computed again, its deeper pages hold its own output.
             if request.slot is None and node.depth * self._page_size <= len(request.prompt_token_ids):
                 request.cache_node = node
-            return self._is_worth(request, sibling, node.depth, step)
+            return self._is_worth(request, sibling, self._served(node).depth, step)
         known = self._by_id.get(request.shared_with[0]) if request.shared_with else None
-        return known is not None and self._is_worth(request, known, known.cache_node.depth, step)
+        return known is not None and self._is_worth(request, known, self._served(known.cache_node).depth, step)
 
     def worth_waiting(self, request: Request, node: Node, step: int) -> bool:
         """Return whether a prefill in progress saves `request` at least half the tokens that it still has to compute.
 
         The request waits only until the pages that both prompts share are computed.
         """
-        key = self._key(request, node) if self._leaders else None
+        key = self._key(request, request.matched_node or node) if self._leaders else None
         leader = self._leaders.get(key) if key else None
         return leader is not None and self._is_worth(request, leader, node.depth, step)
 
@@ -191,17 +201,18 @@ class PrefillsInProgress:
             return False  # a leader of worse priority may itself be waiting for this request
         if max(leader.last_step, self._started[leader]) < step - MAX_STALL:
             return False
-        gain = (self._num_shared(request, leader, depth) - depth) * self._page_size
+        usable = self._num_usable(leader, self._num_shared(request, leader, depth))
+        gain = (usable - depth) * self._page_size
         return gain > 0 and 2 * gain >= request.num_tokens - depth * self._page_size
 
     def _key(self, request: Request, node: Node) -> _Key | None:
         begin, end = node.depth * self._page_size, (node.depth + 1) * self._page_size
-        prompt = request.prompt_token_ids
+        prompt = request.prompt_keys
         return (node, tuple(prompt[begin:end])) if end <= len(prompt) else None
 
     def _num_shared(self, request: Request, leader: Request, depth: int) -> int:
         """Return how many pages both prompts share and `request` could use. The first `depth` are known to be equal."""
-        mine, theirs, size = request.prompt_token_ids, leader.prompt_token_ids, self._page_size
+        mine, theirs, size = request.prompt_keys, leader.prompt_keys, self._page_size
         limit = min((request.num_tokens - 1) // size, len(mine) // size, len(theirs) // size)
         if mine is theirs:
             return limit
@@ -246,7 +257,7 @@ class Preemption:
             available = self._kv.num_available
         ending = any(request.num_computed_tokens >= request.max_computed_tokens for request in decoding)
         if wanted > available and not (ending or self._kv.has_leaving):
-            self._preempt_for_pages([wanted - left for left in self._kv.available()], num_waiting)
+            self._preempt_for_pages([wanted - left for left in self._kv.growable()], num_waiting)
 
     def _preempt_for_pages(self, missing: list[int], num_waiting: int) -> None:
         """Preempt the requests with the least progress until each layer group has the pages that it lacks.
@@ -330,8 +341,10 @@ class Admitter:
         prefills: PrefillsInProgress,
         preemption: Preemption,
         counters: Counters,
+        adapters: AdapterSlots,
     ) -> None:
         self._kv = kv
+        self._adapters = adapters
         self._waiting = waiting
         self._running = running
         self._prefills = prefills
@@ -359,6 +372,7 @@ class Admitter:
         self._pages_taken, self._aged_lack = 0, []
         if not self._may_find_room():
             return []
+        self._adapters.open()
         if not self._running:
             self._room.ratio.reset()
         self._reserved = self._room.reserve(self._running)
@@ -416,6 +430,9 @@ class Admitter:
             self._refusals.record(request, WaitReason.LAST_STEP if in_flight else WaitReason.TOKENS)
             self._blocked = True
             return False
+        if not self._adapters.admits(request):
+            self._refusals.record(request, WaitReason.ADAPTER)
+            return False
         kept = self._kv.num_free_slots == 1 and self._tenants.keeps_last_slot(request)
         node = self._kv.match(request)
         if not request.aged and self._prefills.worth_waiting(request, node, self._step):
@@ -430,7 +447,7 @@ class Admitter:
         if self._running and self._kv.load_ahead(request, node):
             self._refusals.record(request, WaitReason.LOADING)
             return False
-        self._take(request, node, -missing[-1] // self._kv.page_size)
+        self._take(request, node, [-lacking // self._kv.page_size for lacking in missing[1:]])
         return True
 
     def _make_room(self, request: Request, missing: list[int]) -> None:
@@ -447,11 +464,12 @@ class Admitter:
         else:
             self._blocked = True
 
-    def _take(self, request: Request, node: Node, surplus: int) -> None:
+    def _take(self, request: Request, node: Node, surplus: Sequence[int]) -> None:
         """Start a request. surplus: as in KVManager.take"""
         num_left = max(0, request.num_prefill_tokens - request.num_computed_tokens)
         self._waiting.remove(request)
         self._kv.take(request, node, surplus)
+        self._adapters.take(request)
         self._pages_taken += request.num_tokens // self._kv.page_size
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = request.num_read_tokens
@@ -461,6 +479,9 @@ class Admitter:
             request.admitted = self._now
             found = min(request.num_computed_tokens, request.num_prompt_tokens)
             request.num_cached_tokens = found if request.prefilled is None else request.prefilled.num_cached_tokens
+            if request.matched_node is not None:
+                missed = request.matched_node.depth - node.depth
+                self._counters.stateless_tokens += missed * self._kv.page_size
         self._tenants.started(request)
         self._prefills.add(request, self._step)
         self._running.prefilling.append(request)

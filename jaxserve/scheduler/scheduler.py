@@ -26,8 +26,10 @@ import msgspec
 
 from jaxserve.errors import InvalidValueError
 from jaxserve.kv.kv_manager import KVManager
+from jaxserve.scheduler.adapter_slots import AdapterSlots
 from jaxserve.scheduler.admission import Admitter, NewTokenRatio, Preemption, PrefillsInProgress, PromptShares, Room
 from jaxserve.scheduler.background import make_policy
+from jaxserve.scheduler.pictures import PicturePool
 from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters, SchedulerStats
 from jaxserve.scheduler.speculation import Speculation
@@ -110,7 +112,7 @@ class StepsInFlight:
 
 
 class PromptProgress:
-    """Shares the pages of prompts that were read, and frees window pages that no later step sees."""
+    """Shares the pages of prompts that were read, and frees pages that no later step sees."""
 
     def __init__(self, kv: KVManager, prefills: PrefillsInProgress) -> None:
         self._kv = kv
@@ -131,18 +133,17 @@ class PromptProgress:
         request.prompt_done = True
         self._prefills.remove(request)
 
-    def advance_windows(self, rows: Sequence[ScheduledRow], requests: Sequence[Request]) -> None:
-        """Free window pages that no later step of these rows can see, now that their steps have been read."""
-        window = self._kv.window
-        if window is None:
-            return
+    def advance_groups(self, rows: Sequence[ScheduledRow], requests: Sequence[Request]) -> None:
+        """Free pages that no later step of these rows can see, now that their steps have been read."""
         running = RequestStatus.RUNNING
-        for row, request in zip(rows, requests, strict=True):
-            if request.status is running:
-                computed = request.num_computed_tokens - request.num_inflight_tokens
-                read = computed if row.samples else min(computed, row.start + row.num_tokens)
-                if read >= request.window.due:
-                    window.advance(request, read)
+        for group in self._kv.groups:
+            index = group.index
+            for row, request in zip(rows, requests, strict=True):
+                if request.status is running:
+                    computed = request.num_computed_tokens - request.num_inflight_tokens
+                    read = computed if row.samples else min(computed, row.start + row.num_tokens)
+                    if read >= request.holdings[index].due:
+                        group.advance(request, read)
 
 
 class Scheduler:
@@ -157,6 +158,7 @@ class Scheduler:
         self.config = config
         self.counters = Counters()
         self.kv = KVManager(config)
+        self.adapters = AdapterSlots(config.num_adapter_slots)
         self._eos_token_ids = eos_token_ids
         self._speculation = speculation
         self._tenants = TenantShares(config.num_slots, config.num_pages, config.max_num_batched_tokens)
@@ -170,6 +172,9 @@ class Scheduler:
         self._last_read = 0  # number of the last step whose tokens were read
         self._ratio = NewTokenRatio(config.new_token_ratio)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
+        if self.kv.states is not None:
+            follow = self.kv.served, self.kv.num_usable
+            self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache, *follow)
         self._progress = PromptProgress(self.kv, self._prefills)
         self.batch_policy = make_policy(config)
         self.step_sizes = config.step_sizes
@@ -177,12 +182,15 @@ class Scheduler:
             Room(self._ratio, self.kv), self._running, self._tenants, self.counters, self._preempt
         )
         self._admitter = Admitter(
-            self.kv, self._waiting, self._running, self._prefills, self._preemption, self.counters
+            self.kv, self._waiting, self._running, self._prefills, self._preemption, self.counters, self.adapters
         )
         self._tried_alone: Collection[str] | None = None  # `only` of the last step
         self._batch_waits = False  # batch requests could not start in the last step
+        self.pictures = None if config.pictures is None else PicturePool(config.pictures)
+        self._uninitialized: list[Request] = []  # they have a slot, and wait for a picture before their first chunk
         start, num_cached = self._admitter.start, self._admitter.num_cached
-        self._shares = PromptShares(start, num_cached, self.kv.prompt_reach, self._tenants.key_of, config.whole_prompts)
+        reach = self.kv.prompt_reach if self.pictures is None else self._reach
+        self._shares = PromptShares(start, num_cached, reach, self._tenants.key_of, config.whole_prompts)
 
     # --- requests come and go
 
@@ -205,6 +213,7 @@ class Scheduler:
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
         self._tenants.add(request)
+        self.adapters.add(request)
         self.batch_policy.count(request, 1)
         if request.output_token_ids:
             self._waiting.push_front(request)  # resumed: its client has already seen tokens
@@ -259,6 +268,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self._live[request.request_id]
         self._tenants.remove(request)
+        self.adapters.remove(request)
         self.batch_policy.count(request, -1)
         self.counters.count_end(reason)
         if self._speculation is not None:
@@ -278,6 +288,10 @@ class Scheduler:
         self._running.has_ended = True
         self._tenants.left(request)
         self._prefills.remove(request)
+        if self.pictures is not None:
+            self.pictures.release(request)
+            self._uninitialized = [other for other in self._uninitialized if other is not request]
+        self.adapters.leave(request)
         self.kv.release(request, self._last_read)
 
     def recover(self) -> list[str]:
@@ -288,6 +302,9 @@ class Scheduler:
         self.kv.recover()
         self.kv.retire(self._step)
         self.preempt_all()
+        if self.pictures is not None:
+            self.pictures.flush()
+        self.adapters.forget()
         for request in self._live.values():
             request.num_inflight_tokens = 0
         return ids
@@ -306,8 +323,17 @@ class Scheduler:
         """Whether the step in flight must be read first, because the next one should have drafts."""
         if self._speculation is None or not self.in_flight:
             return False
-        prompts = bool(self._running.prefilling or (self._waiting and self.kv.num_free_slots))
-        return self._speculation.wants(self.in_flight.newest, self._running.decoding, prompts=prompts)
+        return self._speculation.wants(self.in_flight.newest, self._running.decoding, prompts=self._expects_prompts)
+
+    @property
+    def _expects_prompts(self) -> bool:
+        """Whether the next step will probably have a prompt."""
+        return bool(self._running.prefilling or (self._waiting and self.kv.num_free_slots))
+
+    def _reach(self, request: Request, end: int) -> int:
+        """Return the position, at most `end`, up to which a running prompt has pages and pictures in this step."""
+        assert self.pictures is not None
+        return self.pictures.reach(request, self.kv.prompt_reach(request, end))
 
     # --- scheduling a step
 
@@ -319,7 +345,7 @@ class Scheduler:
         running, policy = self._running, self.batch_policy
         running.drop_ended()
         self._preemption.make_room(len(self._waiting))
-        step = StepBuilder(self._step + 1, self.kv)
+        step = StepBuilder(self._step + 1, self.kv, self.pictures)
         self._waiting.age(step.number)
         online_prompts = self._waiting.num_online > 0 or bool(policy.online(running.prefilling))
         joins = policy.joins(len(self._live), online_prompts, now) or only is not None
@@ -337,7 +363,10 @@ class Scheduler:
         running.promote()
         if self._speculation is not None and not (step.has_prompt or self.in_flight):
             self._speculation.offer(step)
-        return self._dispatch(step) if step.rows else None
+        if self._speculation is not None and not self._expects_prompts:
+            self._speculation.ask(step)
+        encodes = self.pictures is not None and self.pictures.has_work
+        return self._dispatch(step) if step.rows or encodes else None
 
     def _add_prompts(self, step: StepBuilder, now: float, only: Collection[str] | None, *, batch: bool) -> None:
         """Divide the step's prompt tokens among prompts. only: as in `schedule`. batch: include batch requests."""
@@ -352,12 +381,19 @@ class Scheduler:
         shares = self._shares.divide(budget, prompts, waiting, step.number)
         for request in self._admitter.started if waiting else ():
             policy.started(request, request.num_prefill_tokens - request.num_computed_tokens)
+            if request in shares:
+                step.init_slot(request, self._eos_token_ids)
+            else:
+                self._uninitialized.append(request)
+        for request in [request for request in self._uninitialized if request in shares]:
+            self._uninitialized.remove(request)
             step.init_slot(request, self._eos_token_ids)
         for request, num_tokens in shares.items():
             step.add_chunk(request, num_tokens)
 
     def _dispatch(self, step: StepBuilder) -> SchedulerOutput:
         output = step.build()
+        output.adapter_writes.update(self.adapters.take_writes())
         self._step = step.number
         self.in_flight.add(output, step.requests)
         if self._tenants.counts:
@@ -434,7 +470,8 @@ class Scheduler:
                     result.logprobs = logprobs.of_row(i, result.token_ids, row.logprobs)
                     add_extras(result, row, i, sampled.extras)
                 outputs.append(result)
-        self._progress.advance_windows(output.rows, requests)
+        self._take_drafts(requests, sampled)
+        self._progress.advance_groups(output.rows, requests)
         self.kv.retire(output.step)
         return outputs
 
@@ -456,6 +493,14 @@ class Scheduler:
         if first:
             report_first(request, result, now, self.counters)
         return result
+
+    def _take_drafts(self, requests: list[Request], sampled: SampledTokens) -> None:
+        """Keep the drafts that the device proposed for the rows that yielded a token."""
+        if sampled.drafts is None or self._speculation is None:
+            return
+        for request, count, drafts in zip(requests, sampled.num_valid, sampled.drafts, strict=True):
+            if count and request.status is RequestStatus.RUNNING:
+                self._speculation.take(request, drafts.tolist())
 
     def _end_with_embedding(self, request: Request, row: int, sampled: SampledTokens, now: float) -> TokenOutput:
         assert sampled.embeddings is not None
@@ -498,3 +543,6 @@ class Scheduler:
         ids = [request.request_id for request in itertools.chain(running, self._waiting.check_integrity())]
         assert sorted(ids) == sorted(self._live), "a request is lost or in two places"
         self.kv.check_integrity(running)
+        if self.pictures is not None:
+            self.pictures.check_integrity(set(running))
+        self.adapters.check_integrity(running, self._live.values())

@@ -17,6 +17,8 @@ class Counters:
     steps: int = 0
     prompt_tokens: int = 0  # prompt tokens of requests, at their first admission
     cached_tokens: int = 0  # those prompt tokens that the prefix cache had
+    # prompt tokens whose pages the prefix cache had, and that were computed because no recurrent state was kept there
+    stateless_tokens: int = 0
     prefill_tokens: int = 0  # computed in prompt chunks, recomputation included
     recomputed_tokens: int = 0  # computed again after a preemption
     generation_tokens: int = 0  # delivered
@@ -89,7 +91,9 @@ class SchedulerStats:
     num_host_pages_used: int  # copies of evicted pages in the memory of the host
     num_host_pages_stored: int  # so far
     num_host_pages_loaded: int  # so far
-    num_window_pages_used: int  # of the sliding-window layers: neither free nor evictable
+    group_pages_used: list[int]  # of each layer group from 1 on, without states: neither free nor evictable
+    num_state_pages_used: int  # recurrent states that are neither free nor evictable
+    num_state_pages_cached: int  # recurrent states in the prefix cache, in use or not
     new_token_ratio: float
     counters: Counters
     drafts: DraftCounters | None  # None: there is no speculation

@@ -2,6 +2,9 @@
 
 A step with drafts is made from tokens that the host has read, so the step before it is read first. As long as no draft
 is worth a place in a step, nothing changes: the drafts of a request are only compared with its tokens.
+
+A draft model proposes its drafts on the device after a step that asks for them. A step asks if drafts are worth it by
+the rates so far, and else now and then, because rates only change by drafts that were compared.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from collections.abc import Iterable
 
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.stopping import end_of
+from jaxserve.speculation.device import FIRST_RATE, DeviceDrafts
 from jaxserve.speculation.ngram import Drafter, DraftMasks, DraftRecord, allot
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import DraftCounters, Request, SchedulerOutput
+
+PROBE = 32  # steps without drafts after which the device proposes some to be compared
 
 
 class Speculation:
@@ -23,6 +29,8 @@ class Speculation:
         self._drafter = drafter
         self._masks = masks
         self._config = config
+        self._device = drafter if isinstance(drafter, DeviceDrafts) else None
+        self._since = 0  # steps that could have asked the device for drafts, and did not
         self.counters = DraftCounters()
 
     def wants(self, in_flight: SchedulerOutput, decoding: Iterable[Request], *, prompts: bool) -> bool:
@@ -33,8 +41,37 @@ class Speculation:
         if in_flight.num_drafts or prompts:
             return in_flight.num_drafts > 0
         requests = [request for request in decoding if request.num_computed_tokens < request.max_computed_tokens]
+        if in_flight.draft_room and self._is_worth_asking(requests):
+            return True
         offers = [(record.rate, len(record.drafts)) for _, record in self._with_drafts(requests)]
         return bool(offers) and self._allot(len(requests), offers) is not None
+
+    def ask(self, step: StepBuilder) -> None:
+        """Ask the device to propose drafts after a step, if the next one will probably compute them."""
+        if self._device is None or not 0 < len(step.rows) <= self._config.draft_rows:
+            return
+        if any(row.extras is not None for row in step.rows):
+            return  # the next step would get none
+        requests = [request for request in step.requests if request.num_computed_tokens < request.max_computed_tokens]
+        if self._is_worth_asking(requests):
+            step.ask_drafts(self._config.max_drafts)
+            self._since = 0
+            return
+        self._since += 1
+        if self._since >= PROBE and any(request.params.speculate for request in requests):
+            step.ask_drafts(0)
+            self._since = 0
+
+    def _is_worth_asking(self, requests: list[Request]) -> bool:
+        """Return whether drafts of the device will be worth it in a step of these requests."""
+        most = self._config.max_drafts
+        offers = [
+            (request.speculation.rate if request.speculation else FIRST_RATE, most)
+            for request in requests
+            if request.params.speculate
+        ]
+        before = self._config.step_times.draft_seconds(len(requests))
+        return bool(offers) and self._allot(len(requests), offers, before) is not None
 
     def offer(self, step: StepBuilder) -> None:
         """Give rows of a step drafts if that is worth it. All tokens of its requests must have been read."""
@@ -51,8 +88,9 @@ class Speculation:
             if drafts:
                 step.add_drafts(i, drafts)
 
-    def _allot(self, num_rows: int, offers: list[tuple[float, int]]) -> list[int] | None:
-        return allot(num_rows, offers, self._config.verify_sizes, self._config.step_times)
+    def _allot(self, num_rows: int, offers: list[tuple[float, int]], seconds_before: float = 0.0) -> list[int] | None:
+        """Do what `allot` does. Drafts that are there cost only their step: forced ones, and those of the device."""
+        return allot(num_rows, offers, self._config.verify_sizes, self._config.step_times, seconds_before)
 
     def _with_drafts(self, requests: Iterable[Request]) -> list[tuple[int, DraftRecord]]:
         records = ((i, self._record(request)) for i, request in enumerate(requests))
@@ -64,7 +102,7 @@ class Speculation:
             return None
         record: DraftRecord | None = request.speculation
         if record is None:
-            record = request.speculation = DraftRecord()
+            record = request.speculation = DraftRecord() if self._device is None else DraftRecord(FIRST_RATE)
         if record.position != request.num_tokens:
             record.position = request.num_tokens
             record.drafts = self._propose(request)
@@ -94,6 +132,11 @@ class Speculation:
         num_accepted = min(num_used, len(new) - 1)
         self.counters.count(len(drafts), num_accepted)
         return num_accepted, len(drafts) - num_accepted
+
+    def take(self, request: Request, drafts: list[int]) -> None:
+        """Keep the device's drafts for a running request, whose tokens of the same step are known."""
+        assert self._device is not None
+        self._device.take(request, drafts)
 
     def forget(self, request: Request) -> None:
         """Drop the drafts of a request that has ended."""

@@ -14,16 +14,17 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxserve.kv.kv_manager import KVManager
+from jaxserve.scheduler.pictures import PicturePool
 from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.types.extras import PromptExtras, StepExtras, TokenExtras
 from jaxserve.types.sampling import Prefilled
 from jaxserve.types.step import (
-    PageTableUpdate,
     Request,
     SampledTokens,
     ScheduledRow,
     SchedulerOutput,
     SlotInit,
+    TableUpdate,
     TokenLogprobs,
     TokenOutput,
 )
@@ -39,17 +40,18 @@ class StepBuilder:
     short_of_pages     a decoding request had no page for its next token
     """
 
-    def __init__(self, number: int, kv: KVManager) -> None:
+    def __init__(self, number: int, kv: KVManager, pictures: PicturePool | None = None) -> None:
         self.number = number
+        self._pictures = pictures
         self.rows: list[ScheduledRow] = []
         self.requests: list[Request] = []
         self.short_of_pages = False
         self._kv = kv
-        self._window = kv.window
-        self._window_pages: list[PageTableUpdate] = []
+        self._table_updates: list[TableUpdate] = []
         self._slot_inits: list[SlotInit] = []
         self._new_pages: dict[int, list[int]] = {}  # by slot, for the requests that started in this step
         self._num_decode_rows = self._num_drafts = 0
+        self._draft_room: list[int] = []
 
     def add_decodes(self, decoding: list[Request]) -> None:
         """Add a row for each request that has tokens left to generate and a page for the next one."""
@@ -89,8 +91,8 @@ class StepBuilder:
 
     def _grow(self, request: Request, count: int) -> list[int]:
         page_ids = self._kv.grow(request, count)
-        if self._window is not None:
-            self._send_window_pages(request, self._window.grow(request, count))
+        for group in self._kv.groups:
+            self._send(group.grow(request, count))
         return page_ids
 
     def room_for_drafts(self, index: int, most: int) -> int:
@@ -104,14 +106,34 @@ class StepBuilder:
 
         They count as right until the step is read.
         """
-        row, request = self.rows[index], self.requests[index]
+        request = self.requests[index]
         request.num_computed_tokens += len(drafts)
         request.num_inflight_tokens += len(drafts)
         self._num_drafts += len(drafts)
-        first, pages = row.first_new_page or len(request.page_ids), row.new_page_ids
         if (wanted := self._kv.num_pages_for(request.num_computed_tokens) - len(request.page_ids)) > 0:
-            pages = pages + self._grow(request, wanted)
-        self.rows[index] = msgspec.structs.replace(row, drafts=tuple(drafts), first_new_page=first, new_page_ids=pages)
+            self._add_pages(index, wanted)
+        self.rows[index] = msgspec.structs.replace(self.rows[index], drafts=tuple(drafts))
+
+    def ask_drafts(self, ahead: int) -> None:
+        """Let the device propose drafts after this step, which is complete.
+
+        Decode rows get pages for `ahead` more tokens, if each other row keeps one free page. Elsewhere the drafts end
+        where a row's pages do.
+        """
+        for i in range(self._num_decode_rows):
+            request = self.requests[i]
+            end = min(request.num_computed_tokens + ahead, request.max_computed_tokens)
+            wanted = self._kv.num_pages_for(end) - len(request.page_ids)
+            if 0 < wanted <= self._kv.num_available - len(self.rows):
+                self._add_pages(i, wanted)
+        self._draft_room = [request.page_capacity for request in self.requests]
+
+    def _add_pages(self, index: int, count: int) -> None:
+        """Give decode row `index` more pages."""
+        row, request = self.rows[index], self.requests[index]
+        first = row.first_new_page if row.new_page_ids else len(request.page_ids)
+        pages = row.new_page_ids + self._grow(request, count)
+        self.rows[index] = msgspec.structs.replace(row, first_new_page=first, new_page_ids=pages)
 
     def init_slot(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """Initialize the slot of a request that just started. A prompt chunk of it must follow."""
@@ -123,6 +145,8 @@ class StepBuilder:
             num_prompt_tokens=request.num_prompt_tokens,
             token_ids=request.token_ids(0, request.num_tokens),
             eos_token_ids=() if request.params.ignore_eos else eos_token_ids,
+            position_delta=0 if self._pictures is None else self._pictures.delta(request),
+            adapter=request.adapter_slot,
         )
         self._slot_inits.append(init)
         self._new_pages[request.slot] = request.page_ids.copy()
@@ -132,8 +156,8 @@ class StepBuilder:
         assert request.slot is not None
         start = request.num_computed_tokens
         end = start + num_tokens
-        if self._window is not None:
-            self._send_window_pages(request, self._window.cover(request, end))
+        for group in self._kv.groups:
+            self._send(group.cover(request, start, end))
         done = end == request.num_prefill_tokens
         row = ScheduledRow(
             request_id=request.request_id,
@@ -150,6 +174,7 @@ class StepBuilder:
             embed=request.params.embed and done,
             second_text=request.params.second_text,
             extras=request.extras,
+            pictures=None if self._pictures is None else self._pictures.of_chunk(request, start, end),
         )
         self.rows.append(row)
         self.requests.append(request)
@@ -158,11 +183,9 @@ class StepBuilder:
         if done:
             request.num_inflight_tokens += 1
 
-    def _send_window_pages(self, request: Request, pages: tuple[int, list[int]]) -> None:
-        first, page_ids = pages
-        if page_ids:
-            assert request.slot is not None
-            self._window_pages.append(PageTableUpdate(request.slot, first, page_ids))
+    def _send(self, update: TableUpdate | None) -> None:
+        if update is not None:
+            self._table_updates.append(update)
 
     def fit(self, sizes: tuple[int, ...]) -> None:
         """Shorten the last chunk if the step is slightly above one of `sizes` (ascending).
@@ -196,15 +219,22 @@ class StepBuilder:
         return len(self.rows) > self._num_decode_rows
 
     def build(self) -> SchedulerOutput:
-        """Return the step, with the page copies that it needs."""
+        """Return the step, with the page copies that it needs and the pictures that it encodes."""
+        encodes = []
+        if self._pictures is not None:
+            for request in self.requests[self._num_decode_rows :]:
+                self._pictures.passed(request)
+            encodes = self._pictures.plan()
         return SchedulerOutput(
             self.number,
             self.rows,
             self._num_decode_rows,
             self._slot_inits,
-            self._window_pages,
+            self._table_updates,
             self._num_drafts,
+            self._draft_room,
             self._kv.take_page_moves(),
+            encodes,
         )
 
 

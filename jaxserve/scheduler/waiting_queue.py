@@ -275,6 +275,7 @@ class WaitReason(enum.StrEnum):
     LAST_STEP = "the step that it ran in before it was preempted is not read yet"
     SLOT = "a free slot (scheduler.max_num_seqs)"
     KEY_LIMIT = "other requests of its API key to end (max_running of the key)"
+    ADAPTER = "a free slot for its adapter (lora.slots)"
     PAGES = "free KV pages (cache.num_pages)"
     ROOM_BEFORE = "its turn: a request before it in the queue waits for room"
     TOKENS = "its turn: prompts before it take the tokens of a step (scheduler.max_num_batched_tokens)"

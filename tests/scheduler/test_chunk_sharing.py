@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from jaxserve.engine.core import EngineCore
-from jaxserve.kv.window_group import WindowGroup
+from jaxserve.kv.groups.span_group import SpanGroup
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import FinishReason, Request
@@ -228,8 +228,8 @@ def test_a_long_prompt_takes_no_windowed_pages_from_other_prefixes() -> None:
     for prompt in others:
         assert computed(core, prompt) == 17
     run_all(core, [make_request("long", PROMPT, max_tokens=2)])
-    window = core.scheduler.kv.window
-    assert isinstance(window, WindowGroup) and window.pool.num_free + window.index.num_pages == 40
+    (group,) = core.scheduler.kv.groups
+    assert isinstance(group, SpanGroup) and group.pool.num_free + group.cached.num_pages == 40
     assert [computed(core, prompt) for prompt in others] == [1, 1, 1]
 
 

@@ -1,0 +1,140 @@
+"""Which adapters are on the devices, and which requests use them. An adapter is known by its digest.
+
+A request whose adapter has no slot takes one that no running request uses, the one used longest ago first. If there is
+none, it waits, and claims the slot of the adapter that was started longest ago: requests that came after it do not
+start with that adapter, so that no adapter waits for ever. A claim lasts while its request is tried in each step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+
+from jaxserve.types.step import Request, RequestStatus
+
+_WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class AdapterSlots:
+    """The slots of adapters on the devices. num_slots: 0 if there is no room for any
+
+    pinned: adapters that keep their slot. The owner leaves at least one slot to the others
+    num_loads: adapters that were written to a slot so far. num_waits: requests that had to wait for one
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.pinned: Collection[str] = ()
+        self.num_loads = self.num_waits = 0
+        self._free = list(reversed(range(num_slots)))
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest; started longest ago first
+        self._running: Counter[str] = Counter()
+        self._live: Counter[str] = Counter()
+        self._writes: dict[int, str] = {}
+        self._claim: tuple[Request, str] | None = None  # a waiting request, and the adapter whose slot it gets
+        self._is_tried = False  # the claiming request was tried since `open`
+
+    def add(self, request: Request) -> None:
+        """Count a request that has arrived."""
+        if request.adapter:
+            self._live[request.adapter] += 1
+
+    def remove(self, request: Request) -> None:
+        """Count a request that has ended."""
+        if request.adapter:
+            self._live[request.adapter] -= 1
+            if not self._live[request.adapter]:
+                del self._live[request.adapter]
+
+    def counts(self, digest: str) -> tuple[int, int]:
+        """Return how many requests with an adapter run, and how many wait."""
+        running = self._running[digest]
+        return running, self._live[digest] - running
+
+    def is_used(self, digest: str) -> bool:
+        """Return whether a request that has not ended has this adapter."""
+        return self._live[digest] > 0
+
+    def open(self) -> None:
+        """Begin to try waiting requests for a step."""
+        if not self._is_tried:
+            self._claim = None
+        self._is_tried = False
+
+    def admits(self, request: Request) -> bool:
+        """Return whether a waiting request could have a slot for its adapter now."""
+        admitted = self._admits(request)
+        if not admitted and not request.waited_for_adapter:
+            request.waited_for_adapter = True
+            self.num_waits += 1
+        return admitted
+
+    def _admits(self, request: Request) -> bool:
+        digest = request.adapter
+        if not digest:
+            return True
+        if self._claim is not None and self._claim[0].status not in _WAITS:
+            self._claim = None
+        self._is_tried = self._is_tried or (self._claim is not None and self._claim[0] is request)
+        if digest in self._slots:
+            claim = self._claim
+            return claim is None or claim[1] != digest or request.arrival <= claim[0].arrival
+        if self._free or self._idle() is not None:
+            return self._claim is None or self._claim[0] is request or request.arrival < self._claim[0].arrival
+        if self._claim is None:
+            oldest = next((each for each in self._slots if each not in self.pinned), None)
+            self._claim = None if oldest is None else (request, oldest)
+            self._is_tried = True
+        return False
+
+    def take(self, request: Request) -> None:
+        """Give a request that starts its slot. It has been admitted."""
+        digest = request.adapter
+        if not digest:
+            return
+        if digest not in self._slots:
+            self._slots[digest] = self._free.pop() if self._free else self._evict()
+            self._writes[self._slots[digest]] = digest
+            self.num_loads += 1
+        self._slots.move_to_end(digest)
+        self._running[digest] += 1
+        request.adapter_slot = self._slots[digest]
+
+    def leave(self, request: Request) -> None:
+        """Give back the slot of a request that does not run any more."""
+        if request.adapter:
+            self._running[request.adapter] -= 1
+            if not self._running[request.adapter]:
+                del self._running[request.adapter]
+            request.adapter_slot = -1
+
+    def take_writes(self) -> dict[int, str]:
+        """Return the adapters to write to slots before the next step runs, by slot."""
+        writes, self._writes = self._writes, {}
+        return writes
+
+    def forget(self) -> None:
+        """Forget what the devices hold: it is lost. No request may run."""
+        self._free += self._slots.values()
+        self._slots.clear()
+        self._writes.clear()
+
+    def _idle(self) -> str | None:
+        """Return the adapter to evict: no request runs with it."""
+        idle = (each for each in self._slots if not self._running[each] and each not in self.pinned)
+        return next(idle, None)
+
+    def _evict(self) -> int:
+        victim = self._idle()
+        assert victim is not None
+        return self._slots.pop(victim)
+
+    def check_integrity(self, running: Collection[Request], live: Collection[Request]) -> None:
+        """Raise AssertionError unless every slot and every request is accounted for."""
+        slots = [*self._slots.values(), *self._free]
+        assert len(set(slots)) == len(slots), "a slot is there twice"
+        used = Counter(request.adapter for request in running if request.adapter)
+        assert used == self._running, "running requests of an adapter"
+        assert Counter(request.adapter for request in live if request.adapter) == +self._live, "requests of an adapter"
+        for request in running:
+            if request.adapter:
+                assert self._slots[request.adapter] == request.adapter_slot, "a running request has another slot"

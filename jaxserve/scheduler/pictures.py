@@ -1,0 +1,204 @@
+"""Which pictures a step encodes, and which rows of the pool hold them. Pure Python: no jax, no pixels are read.
+
+The tower writes the rows of a picture to the pool of the device, one for each token; a prompt chunk reads them there.
+PicturePool is the only owner of the pool: the device looks nothing up. A picture is held while a running prompt has
+not passed it, and stays afterwards until its rows are needed, so that the same picture is encoded once.
+
+    reach      a prompt goes on up to the first picture whose rows are not there. All of the chunk are then wanted
+    plan       the next blocks of the tower for the pictures that were wanted first: as many as one program holds
+    passed     the chunk that reads the end of a picture is dispatched: the rows may be overwritten by later steps
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.types.picture import Picture, position_delta, position_shifts
+from jaxserve.types.scheduling import TowerLimits
+from jaxserve.types.step import EncodePart, Request, RowPictures
+
+_Key = tuple[str, bytes]  # namespace and digest: latency would tell who else has sent a picture
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A picture with rows in the pool. done: blocks of the tower that were dispatched
+
+    While it is not done it has users: without any it is dropped.
+    """
+
+    key: _Key
+    picture: Picture
+    rows: list[int]
+    done: int = 0
+    users: set[Request] = field(default_factory=set)
+
+
+class PicturePool:
+    """The rows of pictures on the device.
+
+    num_encoded: pictures that were encoded so far. num_reused: pictures that were there already when wanted first
+    """
+
+    def __init__(self, limits: TowerLimits) -> None:
+        self.num_encoded = self.num_reused = 0
+        self._limits = limits
+        self._free = list(range(limits.num_rows - 1, -1, -1))
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
+        self._stale: set[_Entry] = set()  # of weights that were replaced, and still held
+        self._wanted: list[_Entry] = []  # to encode, in this order
+        self._begun: list[_Entry] = []  # in one program, all after the same block; some may be dropped
+        self._held: dict[Request, set[_Entry]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._wanted) or any(entry.users for entry in self._begun)
+
+    def reach(self, request: Request, end: int) -> int:
+        """Return the position, at most `end`, up to which a running prompt can be computed now.
+
+        A prompt takes rows in the order of its pictures. So the first one that it waits for has rows, or others hold
+        them who do not wait for this prompt.
+        """
+        reached = end
+        for picture in request.pictures:
+            if picture.start >= end:
+                break
+            if picture.end <= request.num_computed_tokens:
+                continue
+            entry = self._taken(request, picture)
+            if entry is None or entry.done < self._limits.num_blocks:
+                reached = min(reached, max(picture.start, request.num_computed_tokens))
+            if entry is None:
+                break
+        return reached
+
+    def _taken(self, request: Request, picture: Picture) -> _Entry | None:
+        """Hold a picture's rows for a request, and want it if it is new. None: too many rows are held."""
+        key = request.namespace, picture.digest
+        entry = self._entries.get(key)
+        if entry is None:
+            rows = self._allocate(picture.num_tokens)
+            if rows is None:
+                return None
+            entry = self._entries[key] = _Entry(key, picture, rows)
+            self._wanted.append(entry)
+        elif request not in entry.users and entry.done == self._limits.num_blocks:
+            self.num_reused += 1
+        entry.users.add(request)
+        self._held.setdefault(request, set()).add(entry)
+        self._entries.move_to_end(key)
+        return entry
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """Take rows, of pictures that nobody holds if needed. None: too many are held."""
+        unused = [entry for entry in self._entries.values() if not entry.users]
+        if len(self._free) + sum(len(entry.rows) for entry in unused) < count:
+            return None
+        for entry in unused:
+            if len(self._free) >= count:
+                break
+            self._drop(entry)
+        rows = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return rows
+
+    def _drop(self, entry: _Entry) -> None:
+        self._free += entry.rows
+        entry.rows = [self._limits.num_rows] * len(entry.rows)  # if its program goes on, for others
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+        self._stale.discard(entry)
+        if entry in self._wanted:
+            self._wanted.remove(entry)
+
+    def plan(self) -> list[EncodePart]:
+        """Return the parts to run after the rows of this step. Later steps may read what they complete."""
+        parts: list[EncodePart] = []
+        left = self._limits.work
+        while self.has_work:
+            if not any(entry.users for entry in self._begun):
+                self._begin()
+            begun, done = self._begun, self._begun[0].done
+            size = self._limits.size_of(sum(entry.picture.num_patches for entry in begun))
+            count = min(self._limits.num_blocks - done, max(left // size, 0 if parts else 1))
+            if count == 0:
+                break
+            rows = [row for entry in begun for row in entry.rows]
+            parts.append(EncodePart(tuple(entry.picture for entry in begun), done, done + count, rows))
+            left -= count * size
+            for entry in begun:
+                entry.done += count
+            if done + count == self._limits.num_blocks:
+                self.num_encoded += sum(bool(entry.users) for entry in begun)
+                self._begun = []
+        return parts
+
+    def _begin(self) -> None:
+        """Take the next pictures: the first one that is wanted, and those after it that its program holds too."""
+        room = self._limits.size_of(self._wanted[0].picture.num_patches)
+        self._begun = []
+        while self._wanted and self._wanted[0].picture.num_patches <= room:
+            room -= self._wanted[0].picture.num_patches if self._limits.packs else room
+            self._begun.append(self._wanted.pop(0))
+
+    def of_chunk(self, request: Request, start: int, end: int) -> RowPictures | None:
+        """Return the rows of the pool for tokens [start, end) of a request; None if it has no pictures."""
+        if not request.pictures:
+            return None
+        rows = np.full(end - start, -1, np.int32)
+        for picture in request.pictures:
+            first, last = max(start, picture.start), min(end, picture.end)
+            if first < last:
+                found = self._entries[request.namespace, picture.digest].rows
+                rows[first - start : last - start] = found[first - picture.start : last - picture.start]
+        return RowPictures(rows, position_shifts(request.pictures, self._limits.merge, start, end))
+
+    def delta(self, request: Request) -> int:
+        """Return SlotInit.position_delta of a request."""
+        return position_delta(request.pictures, self._limits.merge)
+
+    def passed(self, request: Request) -> None:
+        """Give up the pictures that the dispatched chunks of a request have read to their ends."""
+        if request not in self._held:
+            return
+        ahead = {picture.digest for picture in request.pictures if picture.end > request.num_computed_tokens}
+        for entry in [entry for entry in self._held[request] if entry.picture.digest not in ahead]:
+            self._give_up(request, entry)
+
+    def release(self, request: Request) -> None:
+        """Give up all pictures of a request that leaves the device."""
+        for entry in list(self._held.get(request, ())):
+            self._give_up(request, entry)
+
+    def _give_up(self, request: Request, entry: _Entry) -> None:
+        entry.users.remove(request)
+        self._held[request].remove(entry)
+        if not self._held[request]:
+            del self._held[request]
+        if not entry.users and (entry in self._stale or entry.done < self._limits.num_blocks):
+            self._drop(entry)
+
+    def flush(self) -> None:
+        """Let no later request find the rows, because the weights or the content change."""
+        for entry in list(self._entries.values()):
+            del self._entries[entry.key]
+            if entry.users:  # who still needs it wants it anew
+                self._stale.add(entry)
+            else:
+                self._drop(entry)
+        self._wanted, self._begun = [], []
+
+    def check_integrity(self, running: set[Request]) -> None:
+        """Raise AssertionError unless every row is exactly once free or a picture's, which running requests hold."""
+        entries = [*self._entries.values(), *self._stale]
+        rows = [row for entry in entries for row in entry.rows]
+        assert sorted(self._free + rows) == list(range(self._limits.num_rows)), "a row is lost or has two owners"
+        assert self._held.keys() <= running, "a request that does not run holds pictures"
+        held = {(request, entry) for request, found in self._held.items() for entry in found}
+        assert held == {(request, entry) for entry in entries for request in entry.users}
+        assert all(entry.users and entry in entries for entry in self._wanted), "a picture is encoded for nobody"
+        assert all((entry in entries) == bool(entry.users) for entry in self._begun), "a picture is encoded for nobody"
