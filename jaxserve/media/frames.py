@@ -1,0 +1,33 @@
+"""What the server and its picture worker say to each other. The server reads it without Pillow."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxserve.media.processor import PictureSettings
+
+
+class PictureSetup(msgspec.Struct):
+    """The limits of the process. cpu_seconds: CPU time of each frame. max_bytes, max_pixels: of an encoded picture"""
+
+    cpu_seconds: float
+    memory_bytes: int
+    max_bytes: int
+    max_pixels: int
+
+
+class PictureInput(msgspec.Struct):
+    """A picture. settings: how to cut it into patches; None: only its size is asked for"""
+
+    data: bytes
+    is_base64: bool
+    settings: PictureSettings | None = None
+
+
+class PictureAnswer(msgspec.Struct):
+    """The upright size of a picture in pixels, and its patches; or why it cannot be read."""
+
+    height: int = 0
+    width: int = 0
+    patches: bytes = b""
+    error: str | None = None

@@ -1,0 +1,165 @@
+"""How Qwen's processors size a picture and cut it into patches: the numbers of a checkpoint, without Pillow.
+
+The number of tokens of a picture follows from its height and width alone, so a prompt is counted without decoding.
+
+Source: smart_resize and the patch order of transformers' Qwen2VLImageProcessorPil (Qwen2-VL to Qwen3.5 share it).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxserve.errors import ConfigError, InvalidValueError
+from jaxserve.model_files import read_object
+from jaxserve.types.picture import PictureInfo
+
+logger = logging.getLogger(__name__)
+
+MAX_RATIO = 200  # of the longer side to the shorter
+LOW_PIXELS = 512 * 512  # of a picture with `detail: low`
+CHANNELS = 3
+
+_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+_PROCESSORS += ("Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+_DEFAULT_PIXELS = (56 * 56, 28 * 28 * 1280)  # the class's own, for files that say nothing
+_BICUBIC = 3
+
+
+class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a processor.
+
+    patch_size: pixels of a patch's side. merge_size: a token is merge_size x merge_size patches
+    min_pixels, max_pixels: area of a resized picture
+    """
+
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def factor(self) -> int:
+        """Pixels of the side of a token. The sides of a resized picture are multiples of it."""
+        return self.patch_size * self.merge_size
+
+    def fitted(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that a picture is resized to. Raises InvalidValueError if it is too narrow."""
+        if max(height, width) > MAX_RATIO * min(height, width):
+            raise InvalidValueError(
+                f"a picture of {width} x {height} pixels is too narrow; the ratio is over {MAX_RATIO}"
+            )
+        factor = self.factor
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if rows * columns > self.max_pixels:
+            beta = math.sqrt((height * width) / self.max_pixels)
+            rows = max(factor, math.floor(height / beta / factor) * factor)
+            columns = max(factor, math.floor(width / beta / factor) * factor)
+        elif rows * columns < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / (height * width))
+            rows = math.ceil(height * beta / factor) * factor
+            columns = math.ceil(width * beta / factor) * factor
+        return rows, columns
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return the tokens of a picture of this size. Raises InvalidValueError if it is too narrow."""
+        rows, columns = self.fitted(height, width)
+        return (rows // self.factor) * (columns // self.factor)
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return frames, rows and columns of patches. Raises InvalidValueError if it is too narrow."""
+        rows, columns = self.fitted(height, width)
+        return 1, rows // self.patch_size, columns // self.patch_size
+
+    def within(self, detail: str | None, min_pixels: int | None, max_pixels: int | None, param: str) -> PictureSettings:
+        """Return the settings of one picture of a request.
+
+        detail: "low" limits its area, other values are the server's. min_pixels, max_pixels: areas within the server's
+        Raises InvalidValueError that names `param`.
+        """
+        least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
+        if not self.min_pixels <= least <= most <= self.max_pixels:
+            message = f"{param}: min_pixels and max_pixels must be in order and between {self.min_pixels} and "
+            raise InvalidValueError(f"{message}{self.max_pixels} here.", param=param)
+        if detail == "low":
+            most = max(least, min(most, LOW_PIXELS))
+        return msgspec.structs.replace(self, min_pixels=least, max_pixels=most)
+
+
+def patches_of(pixels: np.ndarray, settings: PictureSettings) -> np.ndarray:
+    """Cut a resized picture, uint8 [H, W, 3], into patches, uint8 [P, 3 * p * p].
+
+    The merge_size x merge_size patches of a token follow each other. A patch is channels, rows, columns.
+    """
+    p, m = settings.patch_size, settings.merge_size
+    rows, columns = pixels.shape[0] // (p * m), pixels.shape[1] // (p * m)
+    blocks = pixels.reshape(rows, m, p, columns, m, p, CHANNELS)
+    return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, CHANNELS * p * p)
+
+
+def read_settings(directory: Path, info: PictureInfo) -> PictureSettings:
+    """Read preprocessor_config.json, or the image_processor in processor_config.json.
+
+    An area over `info.max_tokens` is lowered to it. Raises ConfigError for a processor that this file does not compute.
+    """
+    found = _processor_config(directory)
+    if found is None:
+        logger.warning("%s has no preprocessor_config.json; pictures are sized by the class's defaults", directory)
+        found = {}
+    _check_config(found, info)
+    size = found.get("size") or {}
+    least = found.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _DEFAULT_PIXELS[0]
+    most = found.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _DEFAULT_PIXELS[1]
+    area = (info.patch_size * info.merge_size) ** 2
+    if not all(isinstance(each, int) and each > 0 for each in (least, most)):
+        raise ConfigError(f"the picture sizes of {directory} are no whole numbers", fix="see preprocessor_config.json")
+    most = max(area, min(most, info.max_tokens * area))
+    return PictureSettings(
+        patch_size=info.patch_size, merge_size=info.merge_size, min_pixels=min(least, most), max_pixels=most
+    )
+
+
+def has_settings(directory: Path) -> bool:
+    """Return whether the directory says how pictures are processed."""
+    return _processor_config(directory) is not None
+
+
+def _processor_config(directory: Path) -> dict[str, Any] | None:
+    own, whole = directory / "preprocessor_config.json", directory / "processor_config.json"
+    if own.is_file():
+        return read_object(own)
+    inner = read_object(whole).get("image_processor") if whole.is_file() else None
+    return inner if isinstance(inner, dict) else None
+
+
+def _check_config(found: Mapping[str, Any], info: PictureInfo) -> None:
+    mean, std = _CLIP if info.kind.startswith("qwen2") else _HALF
+    expected: dict[str, tuple[Any, ...]] = {
+        "image_processor_type": (None, *_PROCESSORS),
+        "patch_size": (None, info.patch_size),
+        "merge_size": (None, info.merge_size),
+        "temporal_patch_size": (None, 2),
+        "resample": (None, _BICUBIC),
+        "image_mean": (None, list(mean)),
+        "image_std": (None, list(std)),
+        "do_resize": (None, True),
+        "do_rescale": (None, True),
+        "do_normalize": (None, True),
+    }
+    for name, values in expected.items():
+        if found.get(name) not in values:
+            message = f"{name} of the picture processor is {found[name]!r}; here it can be {values[-1]!r}"
+            raise ConfigError(
+                message, fix="pictures of this model cannot be read; serve it with a text-only checkpoint"
+            )
+    factor = found.get("rescale_factor")
+    if factor is not None and (not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-9):
+        raise ConfigError(f"rescale_factor of the picture processor is {factor!r}; here it can be 1/255")
