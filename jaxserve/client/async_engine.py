@@ -42,6 +42,7 @@ from jaxserve.errors import (
 from jaxserve.text.detokenizer import RequestOutput, SequenceText, make_stops
 from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.calls import EngineCall, ListWaiting
 from jaxserve.types.messages import (
     Add,
     EngineInfo,
@@ -53,7 +54,8 @@ from jaxserve.types.messages import (
     RequestRefused,
     WaitingRequest,
 )
-from jaxserve.types.sampling import EngineRequest, SamplingParams, Tenant, request_seed, siblings
+from jaxserve.types.picture import Picture
+from jaxserve.types.sampling import EngineRequest, SamplingParams, Tenant, namespace_of, request_seed, siblings
 from jaxserve.types.step import FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None  # for `abort` and logs; need not be unique
     priority: int  # lower runs earlier; default 0
     cache_salt: str  # prompts share cached prefixes only within a salt; default ""
+    adapter: str  # digest of a loaded adapter; default "", none
     tenant: Tenant | None  # owner of the request; default: one tenant that all such requests share
     deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
     signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
@@ -106,6 +109,7 @@ class GenerateOptions(TypedDict, total=False):
     already_accepted: bool
     # an engine has answered a part of the same request, so a pause that waits for requests waits for it
     partly_answered: bool
+    pictures: tuple[Picture, ...]  # of the prompt, in its order
     outbox: OutputQueue | None  # the queue of unread outputs, if the caller wants to know its size
 
 
@@ -278,12 +282,14 @@ class AsyncEngine:
             prompt_token_ids=prompt_token_ids,
             params=params,
             priority=options.get("priority", 0),
-            namespace=options.get("cache_salt", ""),
+            namespace=namespace_of(options.get("adapter", ""), options.get("cache_salt", "")),
+            adapter=options.get("adapter", ""),
             tenant=options.get("tenant"),
             deadline=options.get("deadline"),
             replica=options.get("replica"),
             already_accepted=options.get("already_accepted", False),
             partly_answered=options.get("partly_answered", False),
+            pictures=options.get("pictures", ()),
         )
         given, signal = options.get("outbox"), options.get("signal")
         outputs = OutputQueue() if given is None else given
@@ -393,12 +399,17 @@ class AsyncEngine:
 
     async def waiting(self) -> list[WaitingRequest]:
         """Return the requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
-        return msgspec.convert(await self.call("waiting"), list[WaitingRequest])
+        return msgspec.convert(await self.call(ListWaiting()), list[WaitingRequest])
 
-    async def call(self, method: str, **args: Any) -> Any:
-        """Make an administrative call to all replicas. Raises an HTTPError with an engine's reason."""
+    async def call(self, call: EngineCall) -> Any:
+        """Make a call to all replicas. Raises an HTTPError with an engine's reason."""
         self.check_ready()
-        return await self._replicas.call(method, args)
+        return await self._replicas.call(call)
+
+    async def finish(self) -> bool:
+        """Pause when the requests that have arrived so far have ended. Returns False if that was given up."""
+        self.check_ready()
+        return await self._replicas.finish()
 
     # -- messages from the engine --------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Administrative calls to an engine, and the record of the calls that a new engine process gets after a death.
+"""Calls to an engine or a worker, and the record of the calls that a new engine process gets after a death.
 
-`EngineCalls` makes calls and waits for their replies. `ControlRecord` brings a new engine into the state in which its
+`Calls` makes calls and waits for their replies. `ControlRecord` brings a new engine into the state in which its
 operator left the old one: weights of a directory are loaded again, and the engine is paused or put to sleep again.
 Weights that came as bytes are gone with the process: the new one has the weights of its start, and its weight version
 says so.
@@ -13,22 +13,50 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from jaxserve.errors import ConflictError, HTTPError, InvalidValueError, ServerError, WeightsLostError
+import msgspec
+
+from jaxserve.errors import (
+    ConflictError,
+    HTTPError,
+    InvalidValueError,
+    ModelNotFoundError,
+    ServerError,
+    WeightsLostError,
+)
+from jaxserve.types.calls import (
+    PAUSED,
+    EngineCall,
+    LoadAdapter,
+    Pause,
+    Resume,
+    SetWeightVersion,
+    Sleep,
+    UnloadAdapter,
+    Update,
+    UpdateFromDirectory,
+    UpdateFromFile,
+    Wake,
+    WorkerCall,
+)
 from jaxserve.types.messages import Call, Reply
 
 logger = logging.getLogger(__name__)
 
-_ERRORS: dict[int, type[HTTPError]] = {400: InvalidValueError, 409: ConflictError, 503: WeightsLostError}
+_ERRORS: dict[int, type[HTTPError]] = {
+    400: InvalidValueError,
+    404: ModelNotFoundError,
+    409: ConflictError,
+    503: WeightsLostError,
+}
 
 
-def changes_weights(method: str) -> bool:
-    return method.startswith("update_from_")
+C = TypeVar("C", EngineCall, WorkerCall)
 
 
-class EngineCalls:
-    """The calls of one engine. send: sends a message to it"""
+class Calls(Generic[C]):
+    """The calls of one engine or worker. send: sends a message to it"""
 
     def __init__(self, send: Callable[[Call], None]) -> None:
         self._send = send
@@ -36,22 +64,20 @@ class EngineCalls:
         self._failure: HTTPError | None = None  # why the engine takes no calls; None: it takes them
         self._ids = itertools.count()
 
-    async def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Make a call and return its result. Raises an HTTPError with the engine's reason."""
-        return await self._begin(method, args)
+    async def call(self, call: C) -> Any:
+        """Make a call and return its result. Raises an HTTPError with the reason of the other end."""
+        return await self._begin(call)
 
-    def make(
-        self, method: str, args: dict[str, Any], on_failure: Callable[[BaseException], None] | None = None
-    ) -> None:
+    def make(self, call: C, on_failure: Callable[[BaseException], None] | None = None) -> None:
         """Make a call without waiting for its result. A failure is logged, and given to `on_failure`."""
-        self._begin(method, args).add_done_callback(functools.partial(_log_failure, method, on_failure))
+        self._begin(call).add_done_callback(functools.partial(_log_failure, call.name, on_failure))
 
-    def _begin(self, method: str, args: dict[str, Any]) -> asyncio.Future[Any]:
+    def _begin(self, call: C) -> asyncio.Future[Any]:
         call_id = next(self._ids)
         future = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: self._waiting.pop(call_id))
         if self._failure is None:
-            self._send(Call(call_id, method, args))
+            self._send(Call(call_id, call))
         else:  # nobody would answer: an engine that is being started again gets no earlier message
             future.set_exception(self._failure.with_traceback(None))  # without the frames of earlier calls
         return future
@@ -78,27 +104,23 @@ class EngineCalls:
                 future.set_exception(error)
 
 
-def _log_failure(method: str, on_failure: Callable[[BaseException], None] | None, future: asyncio.Future[Any]) -> None:
+def _log_failure(name: str, on_failure: Callable[[BaseException], None] | None, future: asyncio.Future[Any]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("%s failed in the new engine: %s", method, error)
+        logger.error("%s failed in the new engine: %s", name, error)
         if on_failure is not None:
             on_failure(error)
 
 
-RecordedCall = tuple[str, dict[str, Any]]
-
-PAUSED = "scheduling"  # vLLM's name for it, beside the names of the parts that sleep
-
-
 class ControlRecord:
-    """The state that calls of engine/control.py have made. num_resumed: how often the engine was resumed"""
+    """The state that calls have made, as the calls that make it again. num_resumed: how often the engine was resumed"""
 
     def __init__(self) -> None:
-        self._weights: RecordedCall | None = None  # the last update that can be repeated
+        self._weights: UpdateFromDirectory | None = None  # the last update that can be repeated
         self._label: str | None = None  # label given since then
         self._lost: str | None = None  # label of weights that cannot be loaded again
-        self._mode: str | None = None  # how the engine is paused
-        self._sleep: dict[str, Any] | None = None
+        self._adapters: dict[str, LoadAdapter | UnloadAdapter] = {}  # the last call of each name
+        self._pause: Pause | None = None
+        self._sleep: Sleep | None = None
         self._num_updates = 0
         self._num_begun = 0  # updates that were begun, failed ones included
         self.num_resumed = 0
@@ -111,56 +133,57 @@ class ControlRecord:
     @property
     def asleep(self) -> frozenset[str]:
         """Names of the parts that are not on the devices of a new engine after `calls`; PAUSED if it is paused."""
-        tags = frozenset() if self._sleep is None else frozenset(self._sleep["tags"])
-        return tags if self._mode is None else tags | {PAUSED}
+        tags = frozenset() if self._sleep is None else frozenset(self._sleep.tags)
+        return tags if self._pause is None else tags | {PAUSED}
 
-    def begun_update(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the next update, with a number of its own and a label.
+    def begun_update(self, call: Update) -> Update:
+        """Return the next update with a number of its own and a label.
 
         An engine that is started again counts from the beginning, so it cannot choose them.
         """
         self._num_begun += 1
-        own = {"number": self._num_begun}
-        return args | own | ({"version": str(self._num_updates + 1)} if args.get("version") is None else {})
+        version = str(self._num_updates + 1) if call.version is None else call.version
+        return msgspec.structs.replace(call, number=self._num_begun, version=version)
 
-    def record(self, method: str, args: dict[str, Any], result: Any) -> None:
+    def record(self, call: EngineCall, result: Any) -> None:
         """Record a call that has succeeded."""
-        self._num_updates += changes_weights(method)
-        match method:
-            case "update_from_directory":
-                self._weights = method, {"path": args["path"], "version": result, "number": args["number"]}
+        self._num_updates += call.changes_weights
+        match call:
+            case UpdateFromDirectory():
+                self._weights = UpdateFromDirectory(path=call.path, version=result, number=call.number)
                 self._label = self._lost = None
-            case "update_from_file":
+            case UpdateFromFile():
                 self._weights = self._label = None
                 self._lost = result
-            case "set_weight_version":
+            case SetWeightVersion():
                 self._label = result
-            case "pause":
-                self._mode = args.get("mode", "abort")
-            case "resume":
-                self._mode = None
+            case LoadAdapter():
+                self._adapters[call.adapter] = msgspec.structs.replace(call, replace=True)
+            case UnloadAdapter():
+                self._adapters[call.adapter] = msgspec.structs.replace(call, missing_ok=True)
+            case Pause():
+                self._pause = call
+            case Resume():
+                self._pause = None
                 self.num_resumed += 1
-            case "sleep":
-                self._sleep = {"level": args.get("level", 1), "tags": result}
-            case "wake":
+            case Sleep():
+                self._sleep = Sleep(call.level, "retract", tuple(result))
+            case Wake():
                 self._still_sleeps(result)
-        if changes_weights(method):  # which puts them on the devices
+            case _:
+                pass
+        if call.changes_weights:  # which puts them on the devices
             self._still_sleeps(self.asleep - {"weights", PAUSED})
 
     def _still_sleeps(self, tags: Collection[str]) -> None:
         if self._sleep is not None:
-            self._sleep = self._sleep | {"tags": sorted(tags)} if tags else None
+            self._sleep = msgspec.structs.replace(self._sleep, tags=tuple(sorted(tags))) if tags else None
 
-    def calls(self) -> list[RecordedCall]:
+    def calls(self) -> list[EngineCall]:
         """Return the calls for a new engine, in order."""
         if self._lost is not None:
             logger.error("the weights %r went with the engine: it has the weights of its start", self._lost)
             self._lost = self._label = None
-        found = [self._weights] if self._weights is not None else []
-        if self._label is not None:
-            found.append(("set_weight_version", {"version": self._label}))
-        if self._mode is not None:
-            found.append(("pause", {"mode": self._mode}))
-        if self._sleep is not None:
-            found.append(("sleep", self._sleep | {"mode": "retract"}))
-        return found
+        label = None if self._label is None else SetWeightVersion(self._label)
+        adapters = self._adapters.values()
+        return [call for call in (self._weights, label, *adapters, self._pause, self._sleep) if call is not None]

@@ -217,7 +217,9 @@ def with_plan(config: Config, info: EngineInfo) -> Config:
     With fewer pages it would refuse requests that the previous engine had accepted. If memory is short its start
     fails, and is tried again after the delays between restarts.
     """
-    pages = {"num_pages": info.num_pages, "num_window_pages": info.memory_plan.get("num_window_pages")}
+    groups = info.memory_plan.get("groups") or [{}]  # the first decides about the pages of the others
+    pages = {"num_pages": info.num_pages, "num_window_pages": groups[0].get("num_pages")}
+    pages["num_state_pages"] = info.memory_plan.get("num_state_pages")
     planned = {name: number for name, number in pages.items() if number}  # an encoder has no pages
     return config.model_copy(update={"cache": config.cache.model_copy(update=planned)})
 

@@ -20,6 +20,7 @@ from jaxserve.client.replicas import Replica
 from jaxserve.client.sequences import NOWHERE, LiveSequence, SequenceTable
 from jaxserve.errors import HTTPError
 from jaxserve.transport.socket_directory import PageDirectory, remove_file
+from jaxserve.types.calls import ReadPages, WritePages
 from jaxserve.types.sampling import EngineRequest, Prefilled
 from jaxserve.types.step import TokenOutput
 
@@ -124,9 +125,9 @@ class PromptHandover:
     async def _write(self, sequence: LiveSequence, source: Replica, path: Path) -> int:
         """Write pages in the prefill engine. Return the number of tokens whose pages it has written."""
         request = sequence.request
-        args = {"path": str(path), "token_ids": request.prompt_token_ids, "namespace": request.namespace}
+        call = WritePages(str(path), request.prompt_token_ids, request.namespace)
         try:
-            return await source.calls.call("write_pages", args)
+            return await source.calls.call(call)
         except HTTPError as error:
             logger.warning("engine %d wrote no pages: %s", source.index, error)
             return 0
@@ -137,7 +138,7 @@ class PromptHandover:
         try:
             while before < read < written and self._living(sequences):
                 before = read
-                read = await target.calls.call("read_pages", {"path": str(path), "most": PAGES_AT_ONCE})
+                read = await target.calls.call(ReadPages(str(path), PAGES_AT_ONCE))
         except HTTPError as error:
             logger.warning("engine %d read no pages: %s", target.index, error)
         return read

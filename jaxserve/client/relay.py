@@ -24,13 +24,14 @@ from typing import Any
 import msgspec
 
 from jaxserve.client.async_engine import AsyncEngine, Load
-from jaxserve.client.control import EngineCalls
+from jaxserve.client.control import Calls
 from jaxserve.client.sequences import LiveSequence
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError, HTTPError, InvalidValueError, JaxserveError
 from jaxserve.transport.child import MAX_CHILD_FRAME
 from jaxserve.transport.group import FrameStream
 from jaxserve.transport.shared_state import Pulse
+from jaxserve.types.calls import WorkerCall
 from jaxserve.types.messages import (
     Abort,
     Add,
@@ -94,7 +95,7 @@ class WorkerBridge:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._stream = FrameStream(self._take, self._ended)
-        self._calls = EngineCalls(self._send)
+        self._calls: Calls[WorkerCall] = Calls(self._send)
         self._numbers = itertools.count()  # choices of a request may come one by one, so they are not counted within it
         self._sequences: dict[str, LiveSequence] = {}  # by the engine id that the worker made
         self._outputs: list[TokenOutput] = []  # for the next frame
@@ -112,11 +113,11 @@ class WorkerBridge:
     def close(self) -> None:
         self._stream.close()
 
-    async def call(self, method: str, **args: Any) -> Any:
+    async def call(self, call: WorkerCall) -> Any:
         """Call the worker and return its result. Raises InvalidValueError, or EngineDeadError if it dies meanwhile."""
         if self.closed.is_set():
             raise EngineDeadError("the worker has ended")
-        return await self._calls.call(method, args)
+        return await self._calls.call(call)
 
     def tell(self, located: Located | None, info: EngineInfo | None, state: EngineState) -> None:
         """Send the worker the news of the engine."""
@@ -245,17 +246,17 @@ def _is_known(info: EngineInfo, sent: EngineInfo | None) -> bool:
     return sent is not None and info == msgspec.structs.replace(sent, useful_rows=info.useful_rows)
 
 
-Method = Callable[..., Any]
+Methods = Mapping[type[WorkerCall], Callable[[Any], Any]]
 
 
 class RelayLink:
     """Relays messages to and from the engine over the main process.
 
-    connection: a connected socket. methods: the methods that the main process may call; their results are plain data
+    connection: a connected socket. methods: carry out the calls of the main process; their results are plain data
     on_end: called when the main process has closed the connection
     """
 
-    def __init__(self, connection: socket.socket, methods: Mapping[str, Method], on_end: Callable[[], None]) -> None:
+    def __init__(self, connection: socket.socket, methods: Methods, on_end: Callable[[], None]) -> None:
         self._connection = connection
         self._methods = methods
         self._answering: set[asyncio.Task[None]] = set()
@@ -278,12 +279,15 @@ class RelayLink:
     def _take(self, frame: bytes) -> None:
         self._messages.put_nowait(decode_to_worker(frame))
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, message: Call) -> None:
+        call = message.call
         try:
-            result = self._methods[call.method](**call.args)
-            reply = Reply(call.call_id, result=await result if inspect.isawaitable(result) else result)
-        except (JaxserveError, KeyError, TypeError) as error:
-            reply = Reply(call.call_id, error=f"{call.method}: {error}")
+            if not isinstance(call, WorkerCall):
+                raise InvalidValueError("this is no call to a worker")
+            result = self._methods[type(call)](call)
+            reply = Reply(message.call_id, result=await result if inspect.isawaitable(result) else result)
+        except JaxserveError as error:
+            reply = Reply(message.call_id, error=f"{call.name}: {error}")
         self.send(reply)
 
     def pulse(self) -> Pulse | None:

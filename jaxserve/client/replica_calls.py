@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.client.replicas import Replica, joined_result
+from jaxserve.client.replicas import Replica
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, ServerError
-
-READS = ("state", "waiting", "read_weights")  # they change nothing, so engines that are down are left out
+from jaxserve.types.calls import EngineCall, ReadWeights
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Outcome:
     asked: the engines that got the call, and how often each had been started again before it
     """
 
-    method: str
+    call: EngineCall
     done: Mapping[Replica, Any]
     errors: Sequence[tuple[Replica, HTTPError]]
     asked: Mapping[Replica, int]
@@ -29,7 +28,7 @@ class Outcome:
     @property
     def missed(self) -> list[Replica]:
         """Engines that were started again meanwhile and serve without the call that others have carried out."""
-        if not self.done or self.method in READS:
+        if not self.done or self.call.reads:
             return []
         return [each for each, before in self.asked.items() if each.supervisor.restarts > before and each.sender.is_up]
 
@@ -37,7 +36,7 @@ class Outcome:
         """Return the outcome after the same call was made again to some of the engines."""
         done = {each: answer for each, answer in self.done.items() if each not in again.asked}
         errors = [each for each in self.errors if each[0] not in again.asked]
-        return Outcome(self.method, {**done, **again.done}, [*errors, *again.errors], {**self.asked, **again.asked})
+        return Outcome(self.call, {**done, **again.done}, [*errors, *again.errors], {**self.asked, **again.asked})
 
     @property
     def refused(self) -> list[Replica]:
@@ -52,21 +51,21 @@ class Outcome:
         if refused:
             reasons = "; ".join(f"engine {each.index}: {error.message}" for each, error in refused)
             done = ", ".join(str(each.index) for each in self.done)
-            raise ServerError(f"{self.method} was carried out by engines {done}, and not by all: {reasons}")
-        return joined_result(self.method, [*self.done.values()])
+            raise ServerError(f"{self.call.name} was carried out by engines {done}, and not by all: {reasons}")
+        return self.call.joined([*self.done.values()])
 
 
-async def call_all(replicas: Sequence[Replica], method: str, args: dict[str, Any]) -> Outcome:
+async def call_all(replicas: Sequence[Replica], call: EngineCall) -> Outcome:
     """Make a call to all engines that are not dead. Raises NotReadyError, and calls none, if one is being started."""
     living = [replica for replica in replicas if not replica.is_dead]
-    if method in READS:
+    if call.reads:
         living = [replica for replica in living if replica.sender.is_up and not replica.is_stale] or living
-        living = living[:1] if method == "read_weights" else living
+        living = living[:1] if isinstance(call, ReadWeights) else living
     elif len(replicas) > 1 and (down := next((each for each in living if not each.sender.is_up), None)) is not None:
         phase = down.supervisor.status.phase
-        raise NotReadyError(f"engine {down.index} is {phase}, and {method} is for all engines; try again")
+        raise NotReadyError(f"engine {down.index} is {phase}, and {call.name} is for all engines; try again")
     asked = {replica: replica.supervisor.restarts for replica in living}
-    calls = (replica.calls.call(method, args) for replica in living)
+    calls = (replica.calls.call(call) for replica in living)
     answers = await asyncio.gather(*calls, return_exceptions=True)
     done, errors = {}, []
     for replica, answer in zip(living, answers, strict=True):
@@ -76,4 +75,4 @@ async def call_all(replicas: Sequence[Replica], method: str, args: dict[str, Any
             raise answer
         else:
             done[replica] = answer
-    return Outcome(method, done, errors, asked)
+    return Outcome(call, done, errors, asked)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.client.control import ControlRecord, changes_weights
+from jaxserve.client.control import ControlRecord
 from jaxserve.client.finishing import FinishingPause
 from jaxserve.client.link import EngineLink, Roles
 from jaxserve.client.prompt_handover import PromptHandover
@@ -41,6 +41,7 @@ from jaxserve.client.sequences import NOWHERE, HeldDeadlines, LiveSequence, Sequ
 from jaxserve.client.supervisor import Death, EngineStatus
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
 from jaxserve.routing.router import Router
+from jaxserve.types.calls import EngineCall, Pause, Update, UpdateFromFile
 from jaxserve.types.messages import Abort, Add, EngineInfo, EngineStats, FromEngine, RequestRefused, with_measured
 from jaxserve.types.page_keys import PageEvents
 from jaxserve.types.step import TokenOutput
@@ -268,8 +269,8 @@ class ReplicaSet:
         replica.is_stale = False
         replica.asleep = self._record.asleep
         on_failure = functools.partial(self._restore_failed, replica) if len(self._replicas) > 1 else None
-        for method, args in self._record.calls():
-            replica.calls.make(method, args, on_failure if changes_weights(method) else None)
+        for call in self._record.calls():
+            replica.calls.make(call, on_failure if call.changes_weights else None)
 
     def _restore_failed(self, replica: Replica, error: BaseException) -> None:
         if not isinstance(error, EngineDeadError):
@@ -354,32 +355,35 @@ class ReplicaSet:
 
     # -- calls ---------------------------------------------------------------------------------------------
 
-    async def call(self, method: str, args: dict[str, Any]) -> Any:
+    async def finish(self) -> bool:
+        """Pause when the requests that have arrived so far have ended. Returns False if that was given up."""
+        return await self._finishing.finish(functools.partial(self.call, Pause("retract")))
+
+    async def call(self, call: EngineCall) -> Any:
         """Make a call to every engine. Raises an HTTPError if not all of them have carried it out.
 
         An engine that dies meanwhile gets the call from the record if it is started after the others have answered. If
-        it was started before, the call is made again. `finish` is a pause that waits for requests, see finishing.py.
+        it was started before, the call is made again.
         """
-        if method == "finish":
-            return await self._finishing.finish(functools.partial(self.call, "pause", {"mode": "retract"}))
-        if not changes_weights(method):
-            return await self._call(method, args)
+        if not isinstance(call, Update):
+            return await self._call(call)
         async with self._updating:
-            return await self._call(method, self._record.begun_update(args))
+            return await self._call(self._record.begun_update(call))
 
-    async def _call(self, method: str, args: dict[str, Any]) -> Any:
-        outcome = await call_all(self._replicas, method, args)
+    async def _call(self, call: EngineCall) -> Any:
+        outcome = await call_all(self._replicas, call)
         if outcome.done:
-            self._record.record(method, args, next(iter(outcome.done.values())))
+            self._record.record(call, next(iter(outcome.done.values())))
         while missed := outcome.missed:
-            outcome = outcome.joined(await call_all(missed, method, args))
-        if changes_weights(method) and len(self._replicas) > 1:
+            outcome = outcome.joined(await call_all(missed, call))
+        if call.changes_weights and len(self._replicas) > 1:
+            is_partial = isinstance(call, UpdateFromFile) and call.partial
             for replica in outcome.done:
-                replica.is_stale = replica.is_stale and bool(args.get("partial"))
+                replica.is_stale = replica.is_stale and is_partial
             for replica in outcome.refused if outcome.done else ():
                 self._make_stale(replica, "the update of its weights failed")
         for replica, result in outcome.done.items():
-            replica.note_call(method, result)
+            replica.asleep = call.asleep_after(replica.asleep, result)
         self._leave_sleeping()
         return outcome.result()
 

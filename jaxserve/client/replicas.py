@@ -16,18 +16,19 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.client.control import PAUSED, EngineCalls, changes_weights
+from jaxserve.client.control import Calls
 from jaxserve.client.link import EngineLink, Role, Roles, ends_with_prompt
 from jaxserve.client.sequence_sender import SequenceSender
 from jaxserve.client.sequences import LiveSequence, ReplicaShare, SequenceTable
 from jaxserve.client.supervisor import Death, EngineStatus, Supervisor
 from jaxserve.errors import EngineDeadError, HTTPError
 from jaxserve.routing.router import ReplicaLoad, Router
-from jaxserve.types.messages import EngineInfo, EngineStats, FromEngine, RequestRefused
+from jaxserve.types.calls import EngineCall
+from jaxserve.types.messages import AdapterStatus, EngineInfo, EngineStats, FromEngine, RequestRefused
 from jaxserve.types.page_keys import TOKEN_BYTES
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
 from jaxserve.types.step import DraftCounters
@@ -87,7 +88,7 @@ class Replica:
         )
         self.live = ReplicaShare(table, index)
         self.sender = SequenceSender(self.live, link.send, events.end_with_error, self.supervisor.forget_restarts)
-        self.calls = EngineCalls(link.send)
+        self.calls: Calls[EngineCall] = Calls(link.send)
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.is_stale = False
@@ -103,17 +104,6 @@ class Replica:
     def is_usable(self) -> bool:
         """Whether it computes a new request at once: it is ready, has the weights, and is not isolating a request."""
         return self.sender.is_up and not (self.is_stale or self.sender.is_isolating or self.is_dead)
-
-    def note_call(self, method: str, result: Any) -> None:
-        """Record which parts are on its devices, and whether it runs, after a call that it has carried out."""
-        if method in ("sleep", "wake"):
-            self.asleep = self.asleep & {PAUSED} | frozenset(result)
-        elif method == "pause":
-            self.asleep |= {PAUSED}
-        elif method == "resume":
-            self.asleep -= {PAUSED}
-        elif changes_weights(method):
-            self.asleep -= {"weights"}
 
     @property
     def load(self) -> ReplicaLoad:
@@ -196,7 +186,8 @@ class ReplicaChoice:
 
 def prompt_bytes(request: EngineRequest) -> bytes:
     """Return the prompt of a request as the router reads it."""
-    return array("i", request.prompt_token_ids).tobytes()
+    end = request.pictures[0].start if request.pictures else None  # pages with pictures have keys of another form
+    return array("i", request.prompt_token_ids[:end]).tobytes()
 
 
 def usable(replicas: Sequence[Replica]) -> list[Replica]:
@@ -220,7 +211,7 @@ def _candidates(replicas: Sequence[Replica]) -> Sequence[Replica]:
 
 
 _SUMMED_INFO = ("num_pages", "max_num_seqs", "useful_rows")
-_NOT_SUMMED = ("weight_version", "step_sizes", "drafts", "details")
+_NOT_SUMMED = ("weight_version", "step_sizes", "drafts", "adapters", "details")
 _LARGEST = ("paused", "asleep", "weight_updates", "new_token_ratio")  # of `details`
 
 
@@ -249,8 +240,21 @@ def joined_stats(stats: Sequence[EngineStats]) -> EngineStats:
         weight_version=stats[0].weight_version,
         step_sizes=_added([each.step_sizes for each in stats]),
         drafts=_joined_drafts([each.drafts for each in stats if each.drafts is not None]),
+        adapters=_joined_adapters(stats),
         details=details,
     )
+
+
+def _joined_adapters(stats: Sequence[EngineStats]) -> list[AdapterStatus]:
+    """Return the adapters that any engine has, with their requests in all engines."""
+    found: dict[str, AdapterStatus] = {}
+    for each in (adapter for one in stats for adapter in one.adapters):
+        before = found.get(each.name)
+        if before is not None:
+            running, waiting = before.num_running + each.num_running, before.num_waiting + each.num_waiting
+            each = msgspec.structs.replace(before, num_running=running, num_waiting=waiting)
+        found[each.name] = each
+    return [*found.values()]
 
 
 def _added(lists: Sequence[Sequence[int]]) -> list[int]:
@@ -284,21 +288,3 @@ def joined_status(statuses: Sequence[EngineStatus], *, started: bool) -> EngineS
             return min(found, key=lambda status: status.done)
     left = next(status for status in statuses if status.phase not in ("dead", "ready"))
     return left if started else EngineStatus("loading", left.detail, left.done, left.total, left.unit)
-
-
-def joined_result(method: str, results: Sequence[Any]) -> Any:
-    """Return the answer of all engines to a call that all have carried out."""
-    if len(results) == 1:
-        return results[0]
-    match method:
-        case "waiting":
-            return [request for result in results for request in result]
-        case "sleep" | "wake":
-            return sorted({tag for result in results for tag in result})
-        case "state":
-            return results[0] | {
-                "paused": all(result["paused"] for result in results),
-                "asleep": sorted({tag for result in results for tag in result["asleep"]}),
-            }
-        case _:
-            return results[0]

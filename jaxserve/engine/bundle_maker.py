@@ -14,9 +14,10 @@ import jax
 from jaxserve.config import Config
 from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.loader import inspect
+from jaxserve.models.checkpoint.sentence_files import read_pooling
 from jaxserve.models.checkpoint.structure import LoadedModel, ModelStructure, build
-from jaxserve.models.pooling import read_pooling
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import program_cache
@@ -26,7 +27,7 @@ from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.numeric_check import check_place, numeric_programs, serving_cases
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
-from jaxserve.runtime.saved_programs.bundle import TUNED, UNTUNED, BundleWriter, settings_of
+from jaxserve.runtime.saved_programs.bundle import TUNED, UNTUNED, BundleWriter, refuse_bundle, settings_of
 from jaxserve.runtime.saved_programs.target import DevicelessProgram, Target, make_target
 
 
@@ -52,6 +53,8 @@ def make_bundle(
     """
     if config.runtime.bundle is not None:
         raise ConfigError("runtime.bundle is set, and this command writes one", fix="leave runtime.bundle out")
+    if config.speculation.draft_model is not None:
+        raise ConfigError("a bundle has no draft model yet", fix="leave speculation.draft_model out")
     if config.mesh.hosts > 1:
         raise ConfigError("a bundle is for one host", fix="leave mesh.hosts out")
     section = config.mesh
@@ -59,16 +62,17 @@ def make_bundle(
     mesh = elsewhere.mesh if elsewhere else make_mesh(section.device, tensor=section.tensor, expert=section.expert)
     if tuning is not None and mesh.platform in ("cpu", "tpu"):
         raise ConfigError("autotuning results are for a GPU", fix="leave --autotuning out")
-    source = locate(config)
+    source = ModelFiles.open(locate(config))
     structure = _structure(config, source, mesh)
     if structure.config.bidirectional:
         raise ConfigError("an encoder has few programs and takes no bundle", fix="start it without one")
+    refuse_bundle(structure.config)
     resolved = RunnerConfig.resolve(config, structure.config, mesh.platform, structure.activation_dtype)
     resolved = resolved.for_embeddings(read_pooling(source, structure.config), source)
-    loaded = LoadedModel(structure, _leaves(structure, mesh), source, 0, 0.0)
+    loaded = LoadedModel(structure, _leaves(structure, mesh), source.directory, 0, 0.0)
     setup = RunnerSetup.of(loaded, resolved, mesh)
     plan = setup.plan(elsewhere.device_bytes if elsewhere else None)
-    programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
+    programs = setup.program_set(plan.pages_by_group, plan.max_model_len)
     wanted = [*programs.all(), *(programs.transfers() if resolved.moves_pages else ()), *_checks(setup)]
     settings = settings_of(structure, resolved, setup.backend.name)
     writer = BundleWriter(directory, fingerprint(mesh))
@@ -77,7 +81,7 @@ def make_bundle(
     scratch = max(map(memory.scratch_bytes, compiled.values())) * len(mesh.devices)
     _check_room(plan, scratch)
     said = tuning or (TUNED if elsewhere is None else UNTUNED)
-    size = writer.finish(settings, said, (plan.num_pages, plan.num_window_pages), plan.max_model_len)
+    size = writer.finish(settings, said, plan.pages_by_group, plan.max_model_len)
     return MadeBundle(directory, mesh.devices[0].device_kind, len(compiled), size, said)
 
 
@@ -85,7 +89,7 @@ def _for(programs: list[Program], target: Target | None) -> list[Program]:
     return programs if target is None else [DevicelessProgram(**vars(program)) for program in programs]
 
 
-def _structure(config: Config, source: Path, mesh: DeviceMesh) -> ModelStructure:
+def _structure(config: Config, source: ModelFiles, mesh: DeviceMesh) -> ModelStructure:
     model, dtype = read_model(config, source, mesh)
     model = for_mesh(model, mesh.mesh)
     return build(model, dtype) if config.model.load_format == "random" else inspect(source, dtype=dtype, config=model)

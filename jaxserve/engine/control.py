@@ -7,23 +7,41 @@ until steps run again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from jaxserve.engine.core import EngineCore, Mode, Tag
+from jaxserve.engine.adapters import OFF, Adapters
+from jaxserve.engine.core import EngineCore
 from jaxserve.errors import InvalidValueError, JaxserveError, ServerError, WeightsLostError
 from jaxserve.models.checkpoint.checkpoint import Checkpoint
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.safetensors_file import read_contents
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source, source_of
 from jaxserve.runtime.weights import Place, Tick
+from jaxserve.types.calls import (
+    TAGS,
+    EngineCall,
+    LoadAdapter,
+    Mode,
+    Pause,
+    ReadState,
+    ReadWeights,
+    Resume,
+    SetWeightVersion,
+    Sleep,
+    Tag,
+    UnloadAdapter,
+    UpdateFromDirectory,
+    UpdateFromFile,
+    Wake,
+)
 
 MAX_LABEL = 128  # characters
-TAGS: tuple[Tag, ...] = get_args(Tag)
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
@@ -52,30 +70,50 @@ class Weights(Protocol):
 class EngineControl:
     """Carries out the calls of an operator or a trainer.
 
-    served: directory of the model. on_progress: called repeatedly during a long call
+    served: files of the model. on_progress: called repeatedly during a long call
     """
 
-    def __init__(self, core: EngineCore, state: DeviceState, weights: Weights, served: Path) -> None:
+    def __init__(self, core: EngineCore, state: DeviceState, weights: Weights, served: ModelFiles) -> None:
         self._core = core
         self._state = state
         self._weights = weights
         self._served = served
         self.on_progress: Callable[[], None] = lambda: None
 
+    def carry_out(self, call: EngineCall) -> Any:
+        """Carry out a call of the API process. Returns plain data."""
+        match call:
+            case ReadState():
+                return self.state()
+            case ReadWeights():
+                return self.read_weights(call.tensor, call.num_rows)
+            case Pause():
+                return self.pause(call.mode)
+            case Resume():
+                return self.resume()
+            case Sleep():
+                return self.sleep(call.level, call.mode, call.tags)
+            case Wake():
+                return self.wake(call.tags)
+            case UpdateFromDirectory():
+                return self.update_from_directory(call)
+            case UpdateFromFile():
+                return self.update_from_file(call)
+            case SetWeightVersion():
+                return self.set_version(call.version, call.running)
+            case LoadAdapter():
+                return self.adapters.load_directory(call.adapter, call.path, replace=call.replace, pinned=call.pinned)
+            case UnloadAdapter():
+                return self.adapters.unload(call.adapter, missing_ok=call.missing_ok)
+            case _:
+                raise InvalidValueError(f"this engine has no call {call.name!r}")
+
     @property
-    def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the methods that the API process may call. Their arguments and results are plain data."""
-        return {
-            "pause": self.pause,
-            "resume": self.resume,
-            "sleep": self.sleep,
-            "wake": self.wake,
-            "update_from_directory": self.update_from_directory,
-            "update_from_file": self.update_from_file,
-            "set_weight_version": self.set_version,
-            "read_weights": self.read_weights,
-            "state": self.state,
-        }
+    def adapters(self) -> Adapters:
+        """The adapters of the engine. Raises InvalidValueError if it has room for none."""
+        if self._core.adapters is None:
+            raise InvalidValueError(OFF, param="lora_name")
+        return self._core.adapters
 
     def state(self) -> dict[str, Any]:
         """Return whether the engine is paused, the tags of freed memory, and the label of the weights."""
@@ -93,7 +131,7 @@ class EngineControl:
         given: Any,
         *,
         version: str | None = None,
-        running: Mode | None = None,
+        running: str | None = None,
         partial: bool = False,
         delete_old: bool = True,
     ) -> str:
@@ -101,35 +139,27 @@ class EngineControl:
         source = source_of(given, self._weights.structure, partial=partial)
         return self._update(source, version, running, delete_old=delete_old)
 
-    def update_from_directory(
-        self, path: str, version: str | None = None, running: Mode | None = None, number: int = 0
-    ) -> str:
-        """Replace the weights by a checkpoint directory. If it cannot be read, the old weights stay.
-
-        number: see `ServingState.weights`
-        """
+    def update_from_directory(self, call: UpdateFromDirectory) -> str:
+        """Replace the weights by a checkpoint directory. Returns the new label. If that fails, the old weights stay."""
         with old_weights_stay():
-            source = directory_source(Path(path), self._weights.structure, self._served)
-        return self._update(source, version, running, delete_old=False, number=number)
+            source = directory_source(Path(call.path), self._weights.structure, self._served)
+        return self._update(source, call.version, call.running, delete_old=False, number=call.number)
 
-    def update_from_file(
-        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False, number: int = 0
-    ) -> str:
+    def update_from_file(self, call: UpdateFromFile) -> str:
         """Replace the weights by the tensors of one safetensors file; see `Engine.update_weights`.
 
-        number: see `ServingState.weights`
         Returns the new label. If the file cannot be read or does not fit, the old weights stay.
         """
         with old_weights_stay():
-            contents = list(read_contents(Path(path)))
+            contents = list(read_contents(Path(call.path)))
         names = [name for name, _ in contents]
         twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()
         checkpoint = Checkpoint.of(Path("the update"), dict(contents), duplicate=twice)
-        source = NamedTensors(self._weights.structure, checkpoint, partial=partial)
-        return self._update(source, version, running, delete_old=False, number=number)
+        source = NamedTensors(self._weights.structure, checkpoint, partial=call.partial)
+        return self._update(source, call.version, call.running, delete_old=False, number=call.number)
 
     def _update(
-        self, source: WeightSource, version: str | None, running: Mode | None, *, delete_old: bool, number: int = 0
+        self, source: WeightSource, version: str | None, running: str | None, *, delete_old: bool, number: int = 0
     ) -> str:
         core, serving = self._core, self._core.serving
         label = str(serving.num_updates + 1) if version is None else _checked_label(version)
@@ -152,7 +182,7 @@ class EngineControl:
         serving.version, serving.weights = label, number
         return label
 
-    def set_version(self, version: str, running: Mode | None = None) -> str:
+    def set_version(self, version: str, running: str | None = None) -> str:
         """Give the weights another label."""
         label = _checked_label(version)
         if running is not None:
@@ -170,10 +200,11 @@ class EngineControl:
 
     # --- pause
 
-    def pause(self, mode: Mode = "abort") -> None:
-        """Run no more steps until `resume`. mode: how running requests go on, see `core.Mode`"""
-        self._stop_running(_checked_mode(mode))
-        self._core.serving.paused = mode
+    def pause(self, mode: str = "abort") -> None:
+        """Run no more steps until `resume`. mode: how running requests go on, see `types.calls.Mode`"""
+        checked = _checked_mode(mode)
+        self._stop_running(checked)
+        self._core.serving.paused = checked
 
     def resume(self) -> None:
         """Run steps again, unless the engine is asleep."""
@@ -188,7 +219,7 @@ class EngineControl:
 
     # --- memory
 
-    def sleep(self, level: int = 1, mode: Mode = "abort", tags: Collection[Tag] = TAGS) -> list[Tag]:
+    def sleep(self, level: int = 1, mode: str = "abort", tags: Collection[str] = TAGS) -> list[Tag]:
         """Free the memory of the devices until `wake`. Returns the tags of all memory that is freed now.
 
         level: 1 moves the weights to the host's memory. 2 drops them: steps run again after the next update.
@@ -197,10 +228,11 @@ class EngineControl:
         """
         if level not in (1, 2):
             raise InvalidValueError(f"level is {level}; there are 1 and 2", param="level")
-        if _checked_mode(mode) == "in_place":
+        checked = _checked_mode(mode)
+        if checked == "in_place":
             raise InvalidValueError("no request keeps its KV while the engine sleeps; use retract", param="mode")
         serving, wanted = self._core.serving, _checked_tags(tags)
-        self._stop_running(mode)
+        self._stop_running(checked)
         if "weights" in wanted:  # first: if it fails, the engine serves on
             self._free_weights(level)
         if "kv_cache" in wanted and "kv_cache" not in serving.asleep:
@@ -215,7 +247,7 @@ class EngineControl:
         except Exception as error:  # the devices may raise anything if the host's memory is short
             raise ServerError(f"the engine cannot sleep: {type(error).__name__}: {error}") from error
 
-    def wake(self, tags: Collection[Tag] = TAGS) -> list[Tag]:
+    def wake(self, tags: Collection[str] = TAGS) -> list[Tag]:
         """Bring back the memory that `sleep` freed. Returns the tags still missing: dropped weights, until an update.
 
         Raises ServerError if the devices have no memory for it; the engine then sleeps on.

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,9 +33,12 @@ from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.stopping import Timers, check_allowed, overdue
 from jaxserve.scheduler.waiting_queue import WaitReason
 from jaxserve.speculation.ngram import Drafter
+from jaxserve.types.calls import Mode, Tag
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.fault_isolator import FaultIsolator
 from jaxserve.types.messages import EngineStats, WaitingRequest
+from jaxserve.types.page_keys import with_pictures
+from jaxserve.types.picture import PictureInfo, check_pictures
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import (
@@ -48,6 +51,9 @@ from jaxserve.types.step import (
     StepRunner,
     TokenOutput,
 )
+
+if TYPE_CHECKING:  # it imports JAX, which a core with a runner of its own does not need
+    from jaxserve.engine.adapters import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +124,22 @@ class RequestFactory:
     """Makes Requests of valid EngineRequests.
 
     generates: False for an embedding model. seed: the seeds of requests without one are derived from it.
+    pictures: what the model takes; None: it takes no pictures
     """
 
     def __init__(
-        self, config: SchedulerConfig, vocab_size: int, generates: bool, seed: int, clock: Callable[[], float]
+        self,
+        config: SchedulerConfig,
+        vocab_size: int,
+        generates: bool,
+        seed: int,
+        clock: Callable[[], float],
+        pictures: PictureInfo | None = None,
+        adapters: Callable[[], Adapters | None] = lambda: None,
     ) -> None:
+        self._adapters = adapters
         self._config = config
+        self._pictures = pictures
         self._vocab_size = vocab_size
         self._generates = generates
         self._seeds = random.Random(seed)
@@ -137,12 +153,17 @@ class RequestFactory:
         prompt: int32 [n], the prompt of all requests, if the caller has it as an array
         """
         checked: list[int] | None = None
+        keys: list[int] | None = None  # of the checked prompt
+        records: list[Request] = []
         for request in requests:
             if request.prompt_token_ids is not checked:
                 checked = request.prompt_token_ids
                 self._check_tokens(np.asarray(checked) if prompt is None else prompt)
+                check_pictures(request.pictures, self._pictures, checked)
+                keys = with_pictures(checked, request.pictures, self._config.page_size) if request.pictures else None
             self._check_tokens(np.asarray(request.resumed_token_ids))
-        return [self._record(request) for request in requests]
+            records.append(self._record(request, keys))
+        return records
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self._vocab_size):
@@ -161,6 +182,10 @@ class RequestFactory:
         self._check_logit_bias(params.logit_bias)
         self._check_extras(params)
         check_allowed(params, self._vocab_size)
+        if request.adapter:
+            if (adapters := self._adapters()) is None:
+                raise InvalidValueError("adapters are not served; set lora.slots", param="model")
+            adapters.check(request.adapter)
 
     def _check_logit_bias(self, bias: dict[int, float]) -> None:
         if len(bias) > MAX_LOGIT_BIAS or not all(0 <= token < self._vocab_size for token in bias):
@@ -177,7 +202,7 @@ class RequestFactory:
         if params.logprobs is None or params.embed:
             raise InvalidValueError("extra outputs are given with log-probabilities only", param="logprobs")
 
-    def _record(self, request: EngineRequest) -> Request:
+    def _record(self, request: EngineRequest, keys: list[int] | None) -> Request:
         self._check(request)
         params, prompt = request.params, request.prompt_token_ids
         room = self._config.max_sequence_tokens - len(prompt)
@@ -193,12 +218,15 @@ class RequestFactory:
             priority=request.priority,
             tenant=request.tenant,
             namespace=request.namespace,
+            adapter=request.adapter,
             group=request.group,
             client_id=request.client_id,
             is_answered=request.is_answered,
             deadline=None if request.deadline is None else now + request.deadline,
             hold_seconds=request.hold_seconds,
             prefilled=request.prefilled,
+            pictures=request.pictures,
+            picture_keys=keys,
             output_token_ids=list(request.resumed_token_ids),
         )
 
@@ -217,11 +245,6 @@ def make_mask(record: Request, make_matcher: MakeMatcher | None) -> TokenMask | 
     # The boundary of one request: if its grammar makes the compiler raise anything, only this request ends.
     except Exception as error:
         raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
-
-
-# How running requests go on: they end; they return to the queue and are computed again; they keep their KV.
-Mode = Literal["abort", "retract", "in_place"]
-Tag = Literal["weights", "kv_cache"]
 
 
 @dataclass
@@ -255,6 +278,7 @@ class ServingState:
 # counters without a named field in EngineStats
 COUNTERS = (
     "recomputed_tokens",
+    "stateless_tokens",
     "dropped_tokens",
     "retractions",
     "retraction_events",
@@ -280,6 +304,7 @@ def engine_stats(
     host_seconds: float,
     details: dict[str, float],
     serving: ServingState,
+    adapters: Adapters | None,
 ) -> EngineStats:
     """Return the gauges and counters that the engine process reports.
 
@@ -306,6 +331,7 @@ def engine_stats(
         step_sizes=list(counters.step_sizes),
         drafts=stats.drafts,
         weight_version=serving.version,
+        adapters=[] if adapters is None else adapters.statuses(),
         details={
             **details,
             "weight_updates": serving.num_updates,
@@ -316,8 +342,12 @@ def engine_stats(
             "host_pages_used": stats.num_host_pages_used,
             "host_pages_stored": stats.num_host_pages_stored,
             "host_pages_loaded": stats.num_host_pages_loaded,
-            "window_pages_used": stats.num_window_pages_used,
+            "window_pages_used": sum(stats.group_pages_used),
+            **{f"group_{index}_pages_used": used for index, used in enumerate(stats.group_pages_used, start=1)},
+            "states_used": stats.num_state_pages_used,
+            "states_cached": stats.num_state_pages_cached,
             "new_token_ratio": stats.new_token_ratio,
+            **({} if adapters is None else adapters.counts()),
             **{name: float(getattr(counters, name)) for name in COUNTERS},
         },
     )
@@ -345,6 +375,7 @@ class CoreOptions:
     mask_threads                 compute slow masks; None: every step waits for its masks
     drafter                      guesses tokens; None: no speculation
     on_close                     called when the core is closed
+    pictures                     what the model's tower takes; None: requests with pictures are refused
     """
 
     vocab_size: int
@@ -356,6 +387,7 @@ class CoreOptions:
     mask_threads: Executor | None = None
     drafter: Drafter | None = None
     on_close: Callable[[], object] = lambda: None
+    pictures: PictureInfo | None = None
     clock: Callable[[], float] = time.monotonic
 
 
@@ -367,7 +399,16 @@ class EngineCore:
         self._masks = MaskTable(options.vocab_size, options.fill_masks, options.mask_threads)
         speculation = None if options.drafter is None else Speculation(options.drafter, self._masks, config)
         self.scheduler = Scheduler(config, tuple(options.eos_token_ids), speculation)
-        self._requests = RequestFactory(config, options.vocab_size, options.generates, options.seed, options.clock)
+        self.adapters: Adapters | None = None  # set by what makes the engine, if there is room for any
+        self._requests = RequestFactory(
+            config,
+            options.vocab_size,
+            options.generates,
+            options.seed,
+            options.clock,
+            options.pictures,
+            lambda: self.adapters,
+        )
         self._make_matcher = options.make_matcher
         self._on_close = options.on_close
         self._clock = options.clock
@@ -375,6 +416,7 @@ class EngineCore:
         self._compiling = CompilingRequests(config.queue_timeout)
         self.serving = ServingState()
         self.admitted: list[str] = []  # ids of the requests that the last call of `step` gave a slot
+        self._of_adapters: dict[str, str] = {}  # by the ids of live requests with an adapter: NAME@VERSION
         self._outputs: list[TokenOutput] = []  # returned by the next `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read yet
         self._rebuilds = 0
@@ -412,7 +454,11 @@ class EngineCore:
         if record.max_tokens == 0:
             mask = None  # the one token that is sampled is dropped, so it needs no mask
         record.masked = mask is not None
+        if record.adapter and self.adapters is not None:
+            self.adapters.check(record.adapter)  # again: it may have been unloaded while the grammar was compiled
         self.scheduler.add(record)
+        if record.adapter and self.adapters is not None:
+            self._of_adapters[record.request_id] = self.adapters.label(record.adapter)
         if mask is not None:
             self._masks.add(record.request_id, mask)
         if record.output_token_ids:
@@ -456,6 +502,7 @@ class EngineCore:
         ended = {output.request_id: output for output in found if output is not None}
         for request_id in ended:
             self._masks.drop(request_id)
+            self._of_adapters.pop(request_id, None)
         pending, self._outputs = self._outputs, []
         first: list[TokenOutput] = []
         for output in pending:
@@ -555,7 +602,17 @@ class EngineCore:
         if len(self._masks):
             for output in outputs:
                 self._end_by_mask(output)
+        if self._of_adapters:
+            self._name_adapters(outputs)
         self._outputs += outputs
+
+    def _name_adapters(self, outputs: list[TokenOutput]) -> None:
+        """Add NAME@VERSION of its adapter to the labels of the weights that made an output."""
+        for output in outputs:
+            ended = output.finish_reason is not None
+            label = (self._of_adapters.pop if ended else self._of_adapters.get)(output.request_id, None)
+            if label is not None and output.is_made:
+                output.weight_versions = (*(output.weight_versions or (FIRST_VERSION,)), label)
 
     def _end_by_mask(self, output: TokenOutput, *, here: bool = True) -> None:
         """End the request if its grammar is complete, or with an error if the tokens violate the grammar.
@@ -595,6 +652,7 @@ class EngineCore:
         else:
             end = self.scheduler.abort(request_id, reason)
         self._masks.drop(request_id)
+        self._of_adapters.pop(request_id, None)
         self._outputs += [end] if end is not None else []
 
     def settle(self) -> None:
@@ -651,6 +709,8 @@ class EngineCore:
         if self.scheduler.kv.host is not None:
             self.settle()
         self.scheduler.kv.flush(new_weights=new_weights)
+        if self.scheduler.pictures is not None:
+            self.scheduler.pictures.flush()
         if moves := self.scheduler.kv.take_page_moves():
             self._execute(SchedulerOutput(0, [], 0, [], page_moves=moves))
 
@@ -666,13 +726,19 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
+        pool = self.scheduler.pictures
         return engine_stats(
             self.scheduler.stats(),
             self._compiling,
             compiles=self.runner.num_compiles(),
             host_seconds=self._host_seconds,
-            details={"rebuilds": self._rebuilds, "scheduler_seconds": self._scheduler_seconds},
+            details={
+                "rebuilds": self._rebuilds,
+                "scheduler_seconds": self._scheduler_seconds,
+                **({} if pool is None else {"images_encoded": pool.num_encoded, "images_reused": pool.num_reused}),
+            },
             serving=self.serving,
+            adapters=self.adapters,
         )
 
 

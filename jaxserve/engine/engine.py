@@ -22,23 +22,26 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import msgspec
 import numpy as np
 
-from jaxserve.config import Config
+from jaxserve.config import Config, suggestion
 from jaxserve.engine.control import EngineControl
-from jaxserve.engine.core import EngineCore, Mode, StepError
+from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.factory import build_engine
 from jaxserve.engine.page_handover import PageHandover
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ServerError
+from jaxserve.runtime.saved_programs.executable import UnrunnableProgramError, lacks_function
 from jaxserve.text.detokenizer import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.calls import Mode
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
-from jaxserve.types.sampling import EngineRequest, SamplingParams, request_seed, siblings
+from jaxserve.types.picture import Picture
+from jaxserve.types.sampling import EngineRequest, GrammarSpec, SamplingParams, namespace_of, request_seed, siblings
 from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput, joined_versions
 
 logger = logging.getLogger(__name__)
@@ -121,6 +124,7 @@ def interrupts_wait() -> Iterator[None]:
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt` or `prompt_token_ids`, as vLLM's has
+Params = SamplingParams | Mapping[str, Any]  # a mapping has SGLang's or our names, see `sampling_params`
 Sink = Callable[[RequestOutput], None]  # receives the outputs of a sequence
 
 
@@ -160,6 +164,30 @@ class Completion:
         self.error = output.error
 
 
+class Completions(list[Completion]):
+    """The n completions of one prompt.
+
+    prompt: the text that was given; None: token ids were given. prompt_token_ids: its tokens
+    """
+
+    def __init__(self, completions: Iterable[Completion], prompt: str | None, prompt_token_ids: list[int]) -> None:
+        super().__init__(completions)
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """Return the completions, under vLLM's name."""
+        return self
+
+    if not TYPE_CHECKING:  # a type checker reports a text as an index by itself
+
+        def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, str):  # SGLang's answers are dicts
+                raise TypeError(f"an answer is a list of completions, [0].text and so on: it has no [{index!r}]")
+            return super().__getitem__(index)
+
+
 class TextEngine:
     """A model with its scheduler and text processing in this process.
 
@@ -177,7 +205,7 @@ class TextEngine:
         self._tokenizer_dir = ""
         built = build_engine(self.config, self._on_message, seed=request_seed(self.config.runtime.random_seed))
         self.core: EngineCore = built.core
-        self._control, self._handover = built.control, built.handover
+        self._control, self._handover, self._discard = built.control, built.handover, built.discard
         self.info: EngineInfo = built.info
         self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
@@ -235,47 +263,74 @@ class TextEngine:
         return self.core.runner
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[list[Completion]]:
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        progress: bool = False,
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = False,
+        adapter: str | None = None,
+    ) -> list[Completions]:
         """Generate n completions for each prompt (text, token ids, or one of them in a mapping), batched.
+
+        params: of all prompts, or one for each. progress: whether a bar of finished prompts is shown on stderr
+        sampling_params, use_tqdm: the same two under vLLM's names
+        adapter: name of a loaded adapter; None: the model alone
 
         A completion that failed has an `error`; the others are complete. Raises RequestError for an invalid prompt,
         before any prompt is queued, and ServerError if the engine is closed meanwhile.
         If this raises or is interrupted, running sequences are aborted.
         """
+        if params is not None and sampling_params is not None:
+            raise InvalidValueError("params and sampling_params are the same; give one", param="params")
+        params, progress = (sampling_params if params is None else params), progress or use_tqdm
         batch = _as_list(prompts)
         if not batch:
             return []
-        each = _params_for(batch, params)
+        each = params_for(batch, params)
         pairs = list(zip(batch, each, strict=True))
-        groups = [self._siblings(prompt, one, f"request-{next(self._names)}") for prompt, one in pairs]
+        digest = self._adapter(adapter)
+        groups = [self._siblings(prompt, one, f"request-{next(self._names)}", adapter=digest) for prompt, one in pairs]
         results = {each.request_id: Completion() for group in groups for each in group}
         try:
             self._queue(groups, lambda request: results[request.request_id].add)
-            while not self._sequences.keys().isdisjoint(results):
-                self._run_step()
-                self._check_runs()
+            with _bar(len(results), shown=progress) as show:
+                while not self._sequences.keys().isdisjoint(results):
+                    self._run_step()
+                    if progress:
+                        show(len(results) - len(self._sequences.keys() & results.keys()))
+                    self._check_runs()
         finally:
             self._abort(results)
-        return [[results[each.request_id] for each in group] for group in groups]
+        return [
+            Completions(
+                [results[each.request_id] for each in group],
+                prompt if isinstance(prompt, str) else None,
+                group[0].prompt_token_ids,
+            )
+            for prompt, group in zip(batch, groups, strict=True)
+        ]
 
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
         hold_seconds: float = 0.0,
+        adapter: str | None = None,
     ) -> str:
         """Queue a prompt. Returns the id that its outputs will have. Raises RequestError.
 
         hold_seconds: seconds after its end in which its KV pages are not evicted, unless `handover.write` takes them
+        adapter: name of a loaded adapter; None: the model alone
         """
         name = request_id or f"request-{next(self._names)}"
-        (own,) = _params_for([prompt], params)
-        group = self._siblings(prompt, own, name, priority, cache_salt)
+        (own,) = params_for([prompt], params)
+        group = self._siblings(prompt, own, name, priority, cache_salt, self._adapter(adapter))
         group = [msgspec.structs.replace(each, hold_seconds=hold_seconds) for each in group]
         self._queue([group], lambda _: self._keep)
         return name
@@ -284,7 +339,14 @@ class TextEngine:
         self._unread.append(output)
 
     def _siblings(
-        self, prompt: Prompt, params: SamplingParams, name: str, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str = "",
+        pictures: tuple[Picture, ...] = (),
     ) -> list[EngineRequest]:
         """Return the n sequences of a prompt, validated like a message from a socket. Raises InvalidValueError."""
         if params.thinking is not None:
@@ -295,12 +357,14 @@ class TextEngine:
             prompt_token_ids=self._token_ids(prompt),
             params=params,
             priority=priority,
-            namespace=cache_salt,
+            namespace=namespace_of(adapter, cache_salt),
+            adapter=adapter,
+            pictures=pictures,
         )
         return Add.of(*siblings(request, lambda: format(next(self._ids), "x"), params.seed)).requests()
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        given = _content(prompt)
+        given = content_of(prompt)
         return self.tokenizer.encode(given) if isinstance(given, str) else given
 
     def _queue(self, groups: list[list[EngineRequest]], sink: Callable[[EngineRequest], Sink]) -> None:
@@ -347,6 +411,9 @@ class TextEngine:
         try:
             outputs = self.core.step()
         except StepError as error:
+            if lacks_function(error) and (names := self._discard()):
+                text = f"a stored program cannot be run ({error}); make the engine again; it compiles {len(names)} anew"
+                raise UnrunnableProgramError(text) from error
             logger.error("a step failed, and is computed again: %s", error, exc_info=error.__cause__)
             self.core.recover()
             return
@@ -431,6 +498,41 @@ class TextEngine:
                 weights, version=version, running=running, partial=partial, delete_old=delete_old
             )
 
+    def load_adapter(
+        self,
+        name: str,
+        source: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        config: Mapping[str, Any] | None = None,
+        pinned: bool = False,
+    ) -> str:
+        """Load an adapter under a name, or replace the one that has it; return NAME@VERSION. Nothing is compiled.
+
+        source: directory of peft's save_pretrained, or arrays by peft's names, which are copied
+        config: with arrays, what adapter_config.json would have, such as r and lora_alpha
+        pinned: keep it on the devices
+        Requests that have begun with an adapter end with it. Answers have NAME@VERSION among their `weight_versions`.
+        Raises RequestError that names what does not fit; then nothing is replaced.
+        """
+        with self._lock.held():
+            self._check_open()
+            adapters = self.control.adapters
+            if isinstance(source, Mapping):
+                status = adapters.load_arrays(name, source, config or {}, replace=True, pinned=pinned)
+            elif config is not None:
+                raise InvalidValueError("config is for arrays; a directory has its own", param="config")
+            else:
+                status = adapters.load_directory(name, os.fspath(source), replace=True, pinned=pinned)
+        return f"{name}@{status.version}"
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that have begun with it go on. Raises ModelNotFoundError."""
+        with self._lock.held():
+            self.control.adapters.unload(name)
+
+    def _adapter(self, name: str | None) -> str:
+        return "" if name is None else self.control.adapters.digest_of(name)
+
     def pause(self, mode: Mode = "abort") -> None:
         """Run no steps until `resume`. mode: running requests end, or are computed again, or keep their KV."""
         with self._lock.held():
@@ -467,20 +569,20 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = np.asarray(prompts).tolist()
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
-        return [_content(prompts)]
+        return [content_of(prompts)]
     are_ids = [_is_id(each) for each in prompts]
     if not any(are_ids):
-        return [_content(each) for each in prompts]
+        return [content_of(each) for each in prompts]
     if not all(are_ids):
         raise InvalidValueError("prompts are one text, one list of token ids, or a list of these", param="prompt")
-    return [_content(prompts)]
+    return [content_of(prompts)]
 
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _content(prompt: Any) -> str | list[int]:
+def content_of(prompt: Any) -> str | list[int]:
     """Return the text or the token ids of a prompt. Raises InvalidValueError for anything else."""
     if isinstance(prompt, Mapping):
         if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
@@ -491,7 +593,7 @@ def _content(prompt: Any) -> str | list[int]:
         name, value = next(iter(prompt.items()))
         if isinstance(value, str) != (name == "prompt") or isinstance(value, Mapping):
             raise InvalidValueError(f"prompt is a text, prompt_token_ids are token ids; {name} is neither", param=name)
-        return _content(value)
+        return content_of(value)
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, np.ndarray | jax.Array):
@@ -502,13 +604,75 @@ def _content(prompt: Any) -> str | list[int]:
     return [int(each) for each in prompt]
 
 
-def _params_for(batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+# names of other servers -> of SamplingParams
+_PEERS_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+_GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}  # SGLang's names -> kind of grammar
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Return the SamplingParams that a mapping of our or of SGLang's names means.
+
+    A value of None is as if the name were absent. Raises InvalidValueError for an unknown name.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = "grammar" if name in _GRAMMARS else _PEERS_NAMES.get(name, name)
+        if own not in SamplingParams.__struct_fields__:
+            hint = suggestion(name, [*SamplingParams.__struct_fields__, *_PEERS_NAMES, *_GRAMMARS])
+            raise InvalidValueError(f"there is no sampling parameter {name!r}{hint}", param=name)
+        if value is None:
+            continue
+        if own in found:
+            raise InvalidValueError(f"{own} is given twice", param=name)
+        if name in _GRAMMARS:
+            source = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            value = GrammarSpec(kind=_GRAMMARS[name], source=source)
+        if own == "top_k" and value == -1:
+            value = 0  # off, under SGLang's and vLLM's name
+        found[own] = value
+    return SamplingParams(**found)
+
+
+def params_for(batch: list[Prompt], params: Params | Sequence[Params] | None) -> list[SamplingParams]:
     """Return the params of each prompt. Raises InvalidValueError for what are no params, or too many or too few."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(batch)
-    if not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
-        message = f"params are SamplingParams, or a list of them, one a prompt; {type(params).__name__} is neither"
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [_one_params(params)] * len(batch)
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        message = f"params are SamplingParams, a mapping, or a list of them; {type(params).__name__} is none of these"
         raise InvalidValueError(message, param="params")
     if len(params) != len(batch):
         raise InvalidValueError(f"there are {len(batch)} prompts and {len(params)} params", param="params")
-    return list(params)
+    return [_one_params(each) for each in params]
+
+
+def _one_params(params: Any) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, Mapping):
+        return sampling_params(params)
+    if not isinstance(params, SamplingParams):
+        message = f"params are SamplingParams, or a mapping of their names; {type(params).__name__} is neither"
+        raise InvalidValueError(message, param="params")
+    return params
+
+
+@contextlib.contextmanager
+def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar of `total` completions on stderr. Yields a function of the number that is finished."""
+    if not shown:
+        yield lambda finished: None
+        return
+    from tqdm import tqdm  # noqa: PLC0415  few ask for a bar
+
+    with tqdm(total=total, unit="completion", dynamic_ncols=True) as bar:
+
+        def show(finished: int) -> None:
+            bar.update(finished - bar.n)
+
+        yield show
+        show(total)

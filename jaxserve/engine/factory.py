@@ -19,29 +19,30 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jaxserve.config import Config, ModelSection, SpeculationSection
+from jaxserve.engine.adapters import Adapters
 from jaxserve.engine.control import EngineControl
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.hosts.leader import GroupControl, Leader, LeaderRunner, LeaderWeights, lead
 from jaxserve.engine.late_start import LateStart
 from jaxserve.engine.page_handover import PageHandover, check_handover
 from jaxserve.engine.server import BuiltEngine
-from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.errors import ConfigError, HTTPError, ModelLoadError
 from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import BitmaskFiller, MatcherFactory
-from jaxserve.model_files import gguf_file, read_object
+from jaxserve.model_files import read_object
 from jaxserve.models.checkpoint.chosen_form import choose_head, choose_quantization
-from jaxserve.models.checkpoint.gguf import config_file
+from jaxserve.models.checkpoint.files import LOGIT_SCORE, ModelFiles
 from jaxserve.models.checkpoint.hf_config import read_config
 from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model, random_model
-from jaxserve.models.checkpoint.quantization import read_quantization
-from jaxserve.models.checkpoint.read_config import embedding_prompt
+from jaxserve.models.checkpoint.sentence_files import embedding_prompt, is_embedder, read_pooling
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.pooling import LOGIT_SCORE, PoolingConfig, is_embedder, read_pooling, sentence_modules
+from jaxserve.models.pooling import PoolingConfig
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import CompileCounter, ProgramStorage
+from jaxserve.runtime.draft_model import check_draft_model
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.memory import MemoryPlan
@@ -51,15 +52,18 @@ from jaxserve.runtime.numeric_check import check_numbers, serving_cases
 from jaxserve.runtime.page_file import PageFileConfig, fingerprint, remove_unused
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import chosen_rounding, native_products
-from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
-from jaxserve.runtime.saved_programs.program_store import open_store
+from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle, refuse_bundle
+from jaxserve.runtime.saved_programs.executable import UnrunnableProgramError
+from jaxserve.runtime.saved_programs.program_store import discarding, open_store
 from jaxserve.runtime.weights import DeviceWeights
+from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.speculation.ngram import Drafter, NGramDrafter
 from jaxserve.text.chat_template import template_sources
 from jaxserve.text.pairs import has_pair_roles
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo, FromEngine, Located, Progress
-from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, StepTimes
+from jaxserve.types.picture import PictureInfo
+from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, StateSizes, StepTimes
 from jaxserve.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -68,7 +72,7 @@ WORDS = ("no", "yes")  # of a template that names no others
 _ACTIVATIONS = ("activation_fn", "sbert_ce_default_activation_function")
 
 
-def label_token_ids(section: ModelSection, directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+def label_token_ids(section: ModelSection, files: ModelFiles, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the token ids for not relevant and relevant; () if the model is not such a reranker.
 
     The configuration decides, else the module LogitScore of sentence-transformers, else a chat template with the roles
@@ -77,9 +81,8 @@ def label_token_ids(section: ModelSection, directory: Path, tokenizer: Tokenizer
     """
     if section.classifier_from_token:
         return _tokens(section.classifier_from_token, tokenizer)
-    path = sentence_modules(directory).get(LOGIT_SCORE)
-    if path is not None:
-        return _published(directory / path / "config.json", tokenizer.vocab_size)
+    if LOGIT_SCORE in files.modules:
+        return _published(files.module_file(LOGIT_SCORE), tokenizer.vocab_size)
     sources = template_sources(tokenizer, section.chat_template)
     template = sources[0] if sources is not None else ""
     if has_pair_roles(template) and all(re.search(rf"""["']{word}["']""", template) for word in WORDS):
@@ -87,20 +90,18 @@ def label_token_ids(section: ModelSection, directory: Path, tokenizer: Tokenizer
     return ()
 
 
-def has_raw_scores(directory: Path) -> bool:
+def has_raw_scores(files: ModelFiles) -> bool:
     """Return whether a cross-encoder's files say that its scores are used without a sigmoid."""
     names = []
-    for file in (directory / "config.json", directory / "config_sentence_transformers.json"):
-        found = read_object(file) if file.is_file() else {}
+    for found in (files.config, files.sentence_transformers):
         inner = found.get("sentence_transformers")
         names += [each.get(key) for each in (found, inner if isinstance(inner, dict) else {}) for key in _ACTIVATIONS]
     return any(isinstance(name, str) and name.endswith("Identity") for name in names)
 
 
-def is_regression(directory: Path) -> bool:
+def is_regression(files: ModelFiles) -> bool:
     """Return whether a classification head predicts values, which transformers returns without a softmax."""
-    file = directory / "config.json"
-    return file.is_file() and read_object(file).get("problem_type") == "regression"
+    return files.config.get("problem_type") == "regression"
 
 
 def _tokens(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -124,6 +125,7 @@ def _published(file: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 DEMO_NAME = "demo"
+_NO_DRAFTS = {"method": "off", "draft_model": None, "draft_revision": None}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*/?", re.ASCII)
 # On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
 # lengthens the steps of online requests: twice as many made the demo model's on 2 cores wait 1.5 times as long.
@@ -134,7 +136,7 @@ CPU_SHARE = 0.75
 class ServedModel:
     """A loaded model, and its properties that the files of its directory give."""
 
-    directory: Path
+    files: ModelFiles
     loaded: LoadedModel
     tokenizer: Tokenizer
     pooling: PoolingConfig
@@ -143,7 +145,7 @@ class ServedModel:
     @property
     def embeds(self) -> bool:
         """Return whether it makes embeddings and nothing else."""
-        return is_embedder(self.directory, self.loaded.config)
+        return is_embedder(self.files, self.loaded.config)
 
     @property
     def generates(self) -> bool:
@@ -158,7 +160,7 @@ class ServedModel:
         there all end tokens of the tokenizer count.
         """
         model, tokenizer = self.loaded.config, self.tokenizer
-        own = tokenizer.eos_token_ids if gguf_file(self.directory) else (tokenizer.eos_token_id,)
+        own = tokenizer.eos_token_ids if self.files.format == "gguf" else (tokenizer.eos_token_id,)
         ids = (*model.eos_token_ids, *own)
         return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < model.vocab_size))
 
@@ -218,12 +220,30 @@ def engine_info(
         embedding_prompt=found.embedding_prompt,
         labels=list(model.labels),
         multi_label=model.multi_label,
-        regression=is_regression(found.directory),
-        raw_scores=has_raw_scores(found.directory),
-        label_token_ids=label_token_ids(config.model, found.directory, found.tokenizer) if found.generates else (),
+        regression=is_regression(found.files),
+        raw_scores=has_raw_scores(found.files),
+        label_token_ids=label_token_ids(config.model, found.files, found.tokenizer) if found.generates else (),
+        lora_slots=config.lora.slots,
         routed=_routed(model),
         num_compiled=num_compiled,
+        pictures=_pictures(runner),
+        drafter=_described(config.speculation),
     )
+
+
+def _described(section: SpeculationSection) -> str:
+    """Return EngineInfo.drafter."""
+    sources = {"off": "", "ngram": "n-grams", "draft_model": section.draft_model}
+    source = sources[section.method]
+    return f"{source}, at most {section.max_drafts} tokens a step" if source else ""
+
+
+def _pictures(runner: ModelRunner | EncoderRunner) -> PictureInfo | None:
+    """Return what the tower takes; None: the model has none, or it was not loaded."""
+    limits = runner.tower_limits if isinstance(runner, ModelRunner) else None
+    if limits is None or not isinstance(runner, ModelRunner) or runner.structure.config.vision is None:
+        return None
+    return runner.structure.config.vision.info(min(limits.sizes[-1] // limits.merge**2, runner.plan.max_model_len))
 
 
 def _useful_rows(runner: ModelRunner | EncoderRunner, times: StepTimes) -> int:
@@ -271,29 +291,40 @@ def build_engine(
     _refuse_mesh(config, group)
     compiles = CompileCounter()
     send(Progress("model files"))
-    directory = locate(config)
-    tokenizer_dir = _tokenizer_dir(config, directory)
+    files = ModelFiles.open(locate(config))
+    tokenizer_dir = _tokenizer_dir(config, files.directory)
     send(Located(str(tokenizer_dir)))
     send(Progress("devices"))
     mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
     phases.end("devices")
     send(Progress("weights", unit="bytes"))
-    loaded = load(config, directory, mesh, send)
+    loaded = load(config, files, mesh, send)
     phases.end("weights")
     send(Progress("programs", unit="programs"))
     tokenizer = Tokenizer.from_directory(tokenizer_dir)
-    pooling = read_pooling(directory, loaded.config)
-    model = ServedModel(directory, loaded, tokenizer, pooling, embedding_prompt(directory, pooling))
+    pooling = read_pooling(files, loaded.config)
+    model = ServedModel(files, loaded, tokenizer, pooling, embedding_prompt(files, pooling))
     check_handover(config, loaded.config, generates=model.generates)
-    config = config if model.generates else config.replace(speculation={"method": "off"})
+    config = config if model.generates else config.replace(speculation=_NO_DRAFTS)
     config = config if early else config.replace(runtime={"wait_for_programs": True})
+    draft = load_draft_model(config, loaded, mesh, send)
     vocab_size, eos_token_ids = loaded.config.vocab_size, model.eos_token_ids
     matchers = MatcherFactory(tokenizer.to_json(vocab_size), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if model.generates:
         matchers.warm_up()  # runs in a thread while the programs compile
-    runner = make_runner(config, loaded, model.pooling, mesh, send, _alone if group is None else group.agree)
-    calls = runner if group is None or isinstance(runner, EncoderRunner) else LeaderRunner(group, runner)
-    times = _warm_up(runner, calls)
+
+    def ready() -> tuple[ModelRunner | EncoderRunner, ModelRunner | LeaderRunner | EncoderRunner, StepTimes]:
+        agree = _alone if group is None else group.agree
+        runner = make_runner(config, loaded, files, mesh, send, agree, draft)
+        calls = runner if group is None or isinstance(runner, EncoderRunner) else LeaderRunner(group, runner)
+        return runner, calls, _warm_up(runner, calls)
+
+    first = None
+    try:
+        first = ready()
+    except UnrunnableProgramError as error:
+        logger.warning("%s", error)
+    runner, calls, times = first or ready()  # not above, where the error still holds the arrays of the first try
     phases.end("programs")
     options = CoreOptions(
         generates=model.generates,
@@ -305,20 +336,36 @@ def build_engine(
         fill_masks=BitmaskFiller().fill,
         mask_threads=mask_threads(),
         drafter=_drafter(config.speculation),
+        pictures=_pictures(runner),
     )
     core = EngineCore(calls, _scheduler_config(config, runner, times), options)
+    _load_adapters(core, config, runner)
     _restore_pages(core, runner)
+    discard = list if runner.store is None else runner.store.discard
     info = engine_info(config, model, runner, times, phases.seconds, compiles.count)
     compiles.close()
     weights = DeviceWeights(runner, loaded.structure)
     if group is not None:
-        control = GroupControl(group, core, calls, LeaderWeights(group, weights), directory)
-        return BuiltEngine(core, info, matchers.submit, control, end=group.stop)
+        control = GroupControl(group, core, calls, LeaderWeights(group, weights), files)
+        return BuiltEngine(core, info, matchers.submit, control, end=group.stop, discard=discard)
     handover = late = None
     if isinstance(runner, ModelRunner):
         late = LateStart(core, runner, times, CPU_SHARE) if runner.config.early else None
-        handover = PageHandover(core, runner, pages_name(config, runner.config, loaded, mesh, directory))
-    return BuiltEngine(core, info, matchers.submit, EngineControl(core, calls, weights, directory), handover, late=late)
+        handover = PageHandover(core, runner, pages_name(config, runner.config, loaded, mesh, files.directory, draft))
+    control = EngineControl(core, calls, weights, files)
+    return BuiltEngine(core, info, matchers.submit, control, handover, late=late, discard=discard)
+
+
+def _load_adapters(core: EngineCore, config: Config, runner: ModelRunner | EncoderRunner) -> None:
+    """Make room for adapters and load those of the configuration. Raises ConfigError."""
+    if not isinstance(runner, ModelRunner) or runner.adapters is None:
+        return
+    adapters = core.adapters = Adapters(runner.adapters, core.scheduler.adapters, tuple(served_names(config)))
+    for entry in config.lora.adapters:
+        try:
+            adapters.load_directory(entry.name, str(entry.path), pinned=entry.pinned)
+        except HTTPError as error:
+            raise ConfigError(f"lora.adapters: {error.message}", fix="correct the entry or leave it out") from error
 
 
 def _alone(plan: MemoryPlan) -> MemoryPlan:
@@ -347,12 +394,16 @@ def _tokenizer_dir(config: Config, directory: Path) -> Path:
     return directory if config.model.tokenizer is None else resolve(config.model.tokenizer)
 
 
-def read_model(config: Config, directory: Path, mesh: DeviceMesh) -> tuple[ModelConfig, jnp.dtype]:
+def read_model(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[ModelConfig, jnp.dtype]:
     """Return the model's configuration as it is served on `mesh`, and the dtype of its weights. Raises ConfigError."""
-    model_config = read_config(directory)
-    dtype, activations = _dtypes(config, model_config, directory, mesh)
-    quantization = choose_quantization(config.model.quantization, model_config, directory)
-    head = choose_head(config.model.quantize_head, quantization, directory)
+    model_config = read_config(files)
+    if model_config.vision is not None and config.mesh.hosts > 1:
+        logger.warning("pictures are not served over several hosts: the model is served as text")
+    if not config.media.max_items or config.mesh.hosts > 1:
+        model_config = model_config.without_tower()
+    dtype, activations = _dtypes(config, model_config, files, mesh)
+    quantization = choose_quantization(config.model.quantization, model_config, files)
+    head = choose_head(config.model.quantize_head, quantization, files)
     model_config = model_config.replace(
         activation_dtype=activations.name, quantization=quantization, quantized_head=head
     )
@@ -361,14 +412,14 @@ def read_model(config: Config, directory: Path, mesh: DeviceMesh) -> tuple[Model
     return model_config, dtype
 
 
-def load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
+def load(config: Config, files: ModelFiles, mesh: DeviceMesh, send: Send) -> LoadedModel:
     """Load the weights, quantized if the configuration asks for it. Raises ConfigError."""
-    model_config, dtype = read_model(config, directory, mesh)
+    model_config, dtype = read_model(config, files, mesh)
     load_format, seed = config.model.load_format, config.runtime.random_seed or 0
     if load_format == "random":
-        return random_model(directory, dtype=dtype, config=model_config, mesh=mesh.mesh, seed=seed)
+        return random_model(files, dtype=dtype, config=model_config, mesh=mesh.mesh, seed=seed)
     return load_model(
-        directory,
+        files,
         dtype=dtype,
         config=model_config,
         mesh=mesh.mesh,
@@ -377,10 +428,29 @@ def load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> Loade
     )
 
 
-def _dtypes(config: Config, model: ModelConfig, directory: Path, mesh: DeviceMesh) -> tuple[jnp.dtype, jnp.dtype]:
+def load_draft_model(config: Config, served: LoadedModel, mesh: DeviceMesh, send: Send) -> LoadedModel | None:
+    """Load speculation.draft_model; None if there is none. Raises ConfigError, also if it has another vocabulary."""
+    section = config.speculation
+    if section.draft_model is None:
+        return None
+    as_published = {"quantization": "auto", "quantize_head": False, "max_model_len": None}
+    config = config.replace(model={"path": section.draft_model, "revision": section.draft_revision} | as_published)
+    files = ModelFiles.open(locate(config))
+    check_draft_model(read_config(files), served.config)
+    draft = load(config, files, mesh, send)
+    count = config.speculation.max_drafts
+    logger.info("speculation: %s proposes %d tokens a step, %s", section.draft_model, count, _size(draft))
+    return draft
+
+
+def _size(loaded: LoadedModel) -> str:
+    return f"{loaded.structure.num_parameters / 1e6:.1f} million parameters"
+
+
+def _dtypes(config: Config, model: ModelConfig, files: ModelFiles, mesh: DeviceMesh) -> tuple[jnp.dtype, jnp.dtype]:
     """Return the dtypes of weights and activations. An encoder's are the same."""
     asked, platform = config.model.dtype, mesh.platform
-    published = model.dtype == "bfloat16" and not read_quantization(config_file(directory))
+    published = model.dtype == "bfloat16" and not files.quantization
     keeps = published and platform == "cpu" and asked == "auto" and not model.bidirectional
     keeps = keeps and native_products(get_backend(config.runtime.attention, platform), mesh)
     weights, activations = resolve_dtypes(asked, platform, keeps_bfloat16=keeps)
@@ -390,30 +460,38 @@ def _dtypes(config: Config, model: ModelConfig, directory: Path, mesh: DeviceMes
 def make_runner(
     config: Config,
     loaded: LoadedModel,
-    pooling: PoolingConfig,
+    files: ModelFiles,
     mesh: DeviceMesh,
     send: Send,
     agree: Callable[[MemoryPlan], MemoryPlan],
+    draft: LoadedModel | None = None,
 ) -> ModelRunner | EncoderRunner:
     """Check that this machine computes correctly, and return a runner. Raises ConfigError.
 
-    agree: as of ModelRunner
+    agree, draft: as of ModelRunner
     """
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
-    resolved = resolved.for_embeddings(pooling, loaded.directory)
+    pooling = read_pooling(files, loaded.config)
+    resolved = resolved.for_embeddings(pooling, files)
     if config.cache.disk is not None:
-        name = pages_name(config, resolved, loaded, mesh, loaded.directory)
+        name = pages_name(config, resolved, loaded, mesh, loaded.directory, draft)
         remove_unused(config.cache.disk, config.mesh.replicas)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
     dtype, device, model = loaded.structure.activation_dtype, mesh.devices[0], loaded.config
     backend = None
     if not model.bidirectional:
-        backend = serving_backend(resolved.attention, device, model.attention_layers, dtype, mesh.tensor)
+        layers = model.attention_layers + (() if draft is None else draft.config.attention_layers)
+        backend = serving_backend(resolved.attention, device, layers, dtype, mesh.tensor)
     store: ProgramStorage | None = None
     several = config.mesh.hosts > 1  # the programs of several processes are kept by JAX's own cache only
     if config.runtime.bundle is not None:
+        refuse_bundle(loaded.config)
         if several:
             raise ConfigError("a bundle is for one host", fix="leave runtime.bundle out")
+        if draft is not None:
+            raise ConfigError(
+                "a bundle has no draft model yet", fix="leave runtime.bundle or speculation.draft_model out"
+            )
         store, resolved = _bundle(config.runtime.bundle, loaded, resolved, mesh, backend)
     else:
         store = None if several else open_store(resolved.compile_cache, mesh)
@@ -427,7 +505,6 @@ def make_runner(
         of_experts=None if loaded.config.moe is None else resolved.experts,
         rounded=chosen_rounding(resolved, loaded, mesh, backend),
     )
-    check_numbers(cases, mesh, deterministic=resolved.deterministic, store=store)
 
     def progress(name: str, done: int, total: int) -> None:
         send(Progress("programs", done, total, "programs"))
@@ -437,8 +514,11 @@ def make_runner(
             raise ConfigError("an encoder has no KV cache", fix="leave cache.host_memory out")
         if config.mesh.hosts > 1:
             raise ConfigError("an encoder does not run over several hosts", fix="leave mesh.hosts out")
-        return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress, store=store)
-    return ModelRunner(loaded, resolved, mesh, progress=progress, agree=agree, store=store)
+    with discarding(store):
+        check_numbers(cases, mesh, deterministic=resolved.deterministic, store=store)
+        if loaded.config.bidirectional:
+            return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress, store=store)
+        return ModelRunner(loaded, resolved, mesh, progress=progress, agree=agree, store=store, draft=draft)
 
 
 def _bundle(
@@ -455,19 +535,33 @@ def _bundle(
 
 def _warm_up(runner: ModelRunner | EncoderRunner, calls: ModelRunner | LeaderRunner | EncoderRunner) -> StepTimes:
     try:
-        return UNTIMED if isinstance(calls, EncoderRunner) else calls.warm_up()
+        with discarding(runner.store):
+            return UNTIMED if isinstance(calls, EncoderRunner) else calls.warm_up()
     except BaseException:
         runner.close()
         raise
 
 
-def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, directory: Path) -> str:
-    """Return a name for the model's KV pages. It differs if anything differs that changes their content."""
+def pages_name(
+    config: Config,
+    resolved: RunnerConfig,
+    loaded: LoadedModel,
+    mesh: DeviceMesh,
+    directory: Path,
+    draft: LoadedModel | None = None,
+) -> str:
+    """Return a name for the model's KV pages. It differs if anything differs that changes their content.
+
+    draft: a draft model, whose K and V are on the pages too
+    """
     weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, describe(loaded.config)
     numbers = resolved.cache_dtype.name, resolved.page_size
     kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.activations
     devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor
-    return fingerprint(directory, __version__, weights, numbers, kernels, devices)
+    parts = __version__, weights, numbers, kernels, devices
+    if draft is not None:
+        parts = (*parts, fingerprint(draft.directory, describe(draft.config)))
+    return fingerprint(directory, *parts)
 
 
 def _restore_pages(core: EngineCore, runner: ModelRunner | EncoderRunner) -> None:
@@ -491,10 +585,10 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
         max_model_len=runner.plan.max_model_len,
         max_drafts=runner.config.max_drafts,
         verify_sizes=runner.buckets.verify if isinstance(runner, ModelRunner) else (),
-        window=runner.plan.window,
-        num_window_pages=runner.plan.num_window_pages,
+        draft_rows=max(runner.buckets.draft, default=0) if isinstance(runner, ModelRunner) else 0,
         num_host_pages=runner.plan.num_host_pages,
-        num_host_window_pages=runner.plan.num_host_window_pages,
+        groups=runner.plan.group_sizes,
+        states=_state_sizes(runner),
         page_events=config.mesh.replicas > 1,
         policy=section.policy,
         prefix_cache=config.cache.prefix_cache and not encoder,
@@ -502,15 +596,28 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
         batch_policy="yield" if runner.mesh.platform == "cpu" else "priority",
         step_times=times,
         whole_prompts=encoder,
+        num_adapter_slots=0 if encoder or runner.config.lora is None else runner.config.lora.slots,
         new_token_ratio=section.new_token_ratio,
         prefill_chunk_size=section.prefill_chunk_size,
+        pictures=runner.tower_limits if isinstance(runner, ModelRunner) else None,
         aging_steps=section.aging_steps,
         queue_timeout=config.server.queue_timeout,
     )
 
 
+def _state_sizes(runner: ModelRunner | EncoderRunner) -> StateSizes | None:
+    count, config = runner.plan.num_state_pages, runner.config
+    return StateSizes(count, config.state_interval, config.state_border) if count else None
+
+
 def _drafter(section: SpeculationSection) -> Drafter | None:
-    return None if section.method == "off" else NGramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
+    match section.method:
+        case "off":
+            return None
+        case "ngram":
+            return NGramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
+        case "draft_model":
+            return DeviceDrafts()
 
 
 def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:

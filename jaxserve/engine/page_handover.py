@@ -18,7 +18,7 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,8 +65,12 @@ def check_handover(config: Config, model: ModelConfig, *, generates: bool) -> No
     fix = "leave mesh.prefill_replicas out"
     if not generates:
         raise ConfigError("mesh.prefill_replicas is for models that generate text", fix=fix)
-    if any(window is not None for window in model.windows):
-        raise ConfigError("mesh.prefill_replicas does not work with layers that have a sliding window", fix=fix)
+    if any(limit is not None for limit in (*model.windows, *model.layer_chunks)):
+        raise ConfigError(
+            "mesh.prefill_replicas does not work with layers that have a sliding window or chunks", fix=fix
+        )
+    if model.layer_states:
+        raise ConfigError("mesh.prefill_replicas does not work with layers that have a recurrent state", fix=fix)
 
 
 class PageHandover:
@@ -82,11 +86,6 @@ class PageHandover:
         self._runner = runner
         self._form = form
         self._page_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(runner.page))
-
-    @property
-    def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the methods that the API process may call. Their arguments and results are plain data."""
-        return {"write_pages": self.write, "read_pages": self.read}
 
     def write(self, path: str, token_ids: Sequence[int], namespace: str = "") -> int:
         """Write the cached pages of the longest prefix of `token_ids` to a new file, and hold them no longer.
@@ -143,8 +142,8 @@ class PageHandover:
 
     def _checked(self) -> Any:
         kv = self._core.scheduler.kv
-        if kv.window is not None:
-            raise ConflictError("a model with sliding windows passes no pages on")
+        if kv.groups:
+            raise ConflictError("a model with sliding windows or recurrent states passes no pages on")
         if "kv_cache" in self._core.serving.asleep:
             raise ConflictError("the KV cache is asleep")
         self._core.settle()

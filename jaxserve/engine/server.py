@@ -18,9 +18,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from jaxserve.engine.core import EngineCore, Prepare, StepError
-from jaxserve.errors import HTTPError, JaxserveError
+from jaxserve.errors import HTTPError, InvalidValueError, JaxserveError
 from jaxserve.log import fields
+from jaxserve.runtime.saved_programs.executable import lacks_function
 from jaxserve.transport.shared_state import RecordingRunner, SharedState, WorkRecord
+from jaxserve.types.calls import (
+    EngineCall,
+    FlushCache,
+    ListWaiting,
+    LoadAdapter,
+    ReadPages,
+    UnloadAdapter,
+    WorkerCall,
+    WritePages,
+)
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import (
     Abort,
@@ -232,6 +243,7 @@ class BuiltEngine(NamedTuple):
     handover: None if the engine has no KV cache, or if the cache is on several hosts
     end: called when the engine stops because it was asked to
     late: the rest of the start; None: the start is complete
+    discard: removes the stored programs that were loaded, and returns their names
     """
 
     core: EngineCore
@@ -241,6 +253,7 @@ class BuiltEngine(NamedTuple):
     handover: PageHandover | None = None
     end: Callable[[], None] = lambda: None
     late: LateStart | None = None
+    discard: Callable[[], list[str]] = list
 
     def server(self, channel: Channel, state: SharedState, *, log_interval: float) -> EngineServer:
         """Return an EngineServer that runs it. Arguments: as of EngineServer"""
@@ -251,7 +264,7 @@ class EngineServer:
     """Runs an EngineCore until a Stop message comes. state: shared memory that the API process reads."""
 
     def __init__(self, built: BuiltEngine, channel: Channel, state: SharedState, *, log_interval: float = 10.0) -> None:
-        core, info, self._prepare, control, handover, self._end, self._late = built
+        core, info, self._prepare, control, handover, self._end, self._late, self._discard = built
         self._state = state
         self._record = WorkRecord(state)
         core.runner = RecordingRunner(core.runner, self._record)
@@ -265,15 +278,10 @@ class EngineServer:
         self._was_busy = False
         self._rebuilt: list[float] = []  # time.monotonic() of the latest rebuilds
         self._log = StatsLog(log_interval, info.num_pages, info.page_size, self._waiting_reasons)
-        self._calls: dict[str, Callable[..., Any]] = {
-            "flush_cache": core.flush_prefix_cache,
-            "waiting": lambda: core.waiting(),
-        }
+        self._control = control
+        self._handover = handover
         if control is not None:
-            self._calls |= control.calls
             control.on_progress = self._tick
-        if handover is not None:
-            self._calls |= handover.calls
 
     def run(self) -> None:
         """Send the first stats and Ready, then run the loop until a Stop message comes."""
@@ -286,6 +294,10 @@ class EngineServer:
             while not self._stopping:
                 self._iterate()
             self._end()
+        except Exception as error:
+            if lacks_function(error) and (names := self._discard()):
+                logger.error("a stored program cannot be run; the next process compiles %s", ", ".join(names))
+            raise
         finally:
             self._core.close()
 
@@ -328,11 +340,13 @@ class EngineServer:
             return []
 
     def _rebuild(self, error: StepError) -> None:
-        """Continue after a failed step. Raises if rebuilding fails or was tried too often; then a new process is
-        started.
+        """Continue after a failed step. Raises if rebuilding fails, or was tried too often, or if a program that was
+        loaded cannot be run; then a new process is started.
 
         All failures during a search for the request that causes them count as one, or as none if it was found.
         """
+        if lacks_function(error):
+            raise error
         now = time.monotonic()
         if self._core.is_isolating:
             logger.error("a step failed again; the request that makes it fail is looked for: %s", error)
@@ -359,7 +373,10 @@ class EngineServer:
             case Abort(request_ids):
                 return self._core.abort(request_ids)
             case Call():
-                self._channel.send(self._call(message))
+                answer = self._answer(message)
+                if isinstance(message.call, LoadAdapter | UnloadAdapter):  # the caller sees it before its answer
+                    self._channel.send(Outputs([], self._stats()))
+                self._channel.send(answer)
             case Stop():
                 self._stopping = True
         return []
@@ -375,15 +392,27 @@ class EngineServer:
             self._groups.watch(request)
         return []
 
-    def _call(self, call: Call) -> Reply:
-        method = self._calls.get(call.method)
-        if method is None:
-            return Reply(call.call_id, error=f"no method {call.method!r}")
+    def _answer(self, message: Call) -> Reply:
         try:
-            return Reply(call.call_id, result=method(**call.args))
-        except (JaxserveError, TypeError) as error:
+            return Reply(message.call_id, result=self._carry_out(message.call))
+        except JaxserveError as error:
             status = error.status if isinstance(error, HTTPError) else 400
-            return Reply(call.call_id, error=str(error), status=status)
+            return Reply(message.call_id, error=str(error), status=status)
+
+    def _carry_out(self, call: EngineCall | WorkerCall) -> Any:
+        match call:
+            case FlushCache():
+                return self._core.flush_prefix_cache()
+            case ListWaiting():
+                return self._core.waiting()
+            case WritePages() if self._handover is not None:
+                return self._handover.write(call.path, call.token_ids, call.namespace)
+            case ReadPages() if self._handover is not None:
+                return self._handover.read(call.path, call.most)
+            case _ if self._control is not None and isinstance(call, EngineCall):
+                return self._control.carry_out(call)
+            case _:
+                raise InvalidValueError(f"this engine has no call {call.name!r}")
 
     def _publish(self, outputs: list[TokenOutput], admitted: list[str]) -> None:
         log_iteration(admitted, outputs)

@@ -119,13 +119,3 @@ def wait_for_end() -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
-
-
-def without_empty_entries(path: list[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the import path without the working directory if an empty entry of PYTHONPATH put it there."""
-    entries = environ.get(_PATH, "").split(os.pathsep)
-    if len(entries) == 1 or "" not in entries:
-        return path
-    here = os.path.abspath(os.curdir)
-    named = here in (os.path.abspath(entry) for entry in entries if entry)
-    return path if named else [entry for entry in path if entry not in ("", here)]

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.types.calls import Resume
 from jaxserve.types.step import FinishReason
 from tests.client import test_prompt_handover
 from tests.client.test_async_engine import until
@@ -15,10 +16,10 @@ __all__ = ["folder"]  # a fixture
 STOP = FinishReason.STOP
 
 
-async def answered(links: tuple[ReplicaLink, ...], method: str, result: Any = None) -> None:
+async def answered(links: tuple[ReplicaLink, ...], name: str, result: Any = None) -> None:
     """Answer a call to all of the engines."""
     await until(lambda: all(link.calls for link in links))
-    assert [[call.method for call in link.calls] for link in links] == [[method]] * len(links)
+    assert [[each.call.name for each in link.calls] for link in links] == [[name]] * len(links)
     for link in links:
         link.answer(result)
 
@@ -27,7 +28,7 @@ async def begun(engine: AsyncEngine, link: ReplicaLink) -> tuple[asyncio.Task[li
     """Send the request "first", then call `finish`. Returns the tasks of both."""
     first = generate(engine, "first")
     await until(lambda: link.requests)
-    pause = asyncio.create_task(engine.call("finish"))
+    pause = asyncio.create_task(engine.finish())
     await asyncio.sleep(0.01)
     return first, pause
 
@@ -53,7 +54,7 @@ def test_what_has_come_ends_and_what_comes_later_starts_after_the_pause() -> Non
         await answered(links, "pause")
         assert await pause is True and await next_step == [7]
         await until(lambda: len(link.requests) == 4)
-        assert await asyncio.gather(engine.call("finish"), answered(links, "pause")) == [True, None], "it is paused"
+        assert await asyncio.gather(engine.finish(), answered(links, "pause")) == [True, None], "it is paused"
         link.give(link.ids[3], 8, STOP)
         assert await later == [8]
 
@@ -69,7 +70,7 @@ def test_a_call_waits_for_what_came_before_it_although_another_waits_already() -
         second = generate(engine, "second")
         await asyncio.sleep(0.01)
         assert len(link.requests) == 1
-        pauses = [pause, asyncio.create_task(engine.call("finish"))]
+        pauses = [pause, asyncio.create_task(engine.finish())]
         await until(lambda: len(link.requests) == 2)
         later = [generate(engine, "later"), generate(engine, "later", already_accepted=True)]
         link.give(link.ids[0], 5, STOP)
@@ -94,7 +95,7 @@ def test_it_is_given_up_when_steps_are_to_run_again() -> None:
         (link,) = links
         first, pause = await begun(engine, link)
         later = generate(engine, "later")
-        await asyncio.gather(engine.call("resume"), answered(links, "resume"))
+        await asyncio.gather(engine.call(Resume()), answered(links, "resume"))
         assert await pause is False
         await until(lambda: len(link.requests) == 2)
         for engine_id in link.ids:
@@ -108,7 +109,7 @@ def test_what_leaves_an_engine_that_dies_is_waited_for_in_the_other() -> None:
     async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
         tasks = [generate(engine, name) for name in "ab"]
         await until(lambda: all(link.requests for link in links))
-        pause = asyncio.create_task(engine.call("finish"))
+        pause = asyncio.create_task(engine.finish())
         await asyncio.sleep(0.01)
         links[0].die_at()
         await until(lambda: len(links[1].requests) == 2)
@@ -127,7 +128,7 @@ def test_a_request_whose_prompt_goes_on_in_another_engine_ends_before_the_pause(
         prefill, decode = links
         asked = Asked(engine, "a")
         await until(lambda: prefill.requests)
-        pause = asyncio.create_task(engine.call("finish"))
+        pause = asyncio.create_task(engine.finish())
         await asyncio.sleep(0.01)
         end_prompt(prefill)
         await answer_read(decode, await answer_write(prefill), 32)

@@ -16,6 +16,7 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.transport import socket_directory
+from jaxserve.types.calls import ReadPages, WritePages
 from jaxserve.types.messages import Add, EngineStats, Outputs, decode_from_worker, encode
 from jaxserve.types.page_keys import PageEvents, page_keys
 from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams, siblings
@@ -71,8 +72,9 @@ def end_prompt(link: ReplicaLink, number: int = -1, num_cached: int = 0) -> None
 
 async def answer_write(link: ReplicaLink, tokens: int = 32) -> Path:
     await until(lambda: link.calls)
-    assert link.calls[0].method == "write_pages" and link.calls[0].args["token_ids"] == PROMPT
-    path = Path(link.calls[0].args["path"])
+    call = link.calls[0].call
+    assert isinstance(call, WritePages) and call.token_ids == PROMPT
+    path = Path(call.path)
     path.write_bytes(b"pages")
     link.answer(tokens)
     return path
@@ -81,7 +83,8 @@ async def answer_write(link: ReplicaLink, tokens: int = 32) -> Path:
 async def answer_read(link: ReplicaLink, path: Path, *answers: int) -> None:
     for tokens in answers:
         await until(lambda: link.calls)
-        assert (link.calls[0].method, link.calls[0].args["path"]) == ("read_pages", str(path))
+        call = link.calls[0].call
+        assert isinstance(call, ReadPages) and call.path == str(path)
         assert path.exists()
         link.answer(tokens)
 
@@ -311,7 +314,9 @@ def test_an_abort_is_answered_in_every_phase(phase: str) -> None:
         else:
             end_prompt(prefill)
             await until(lambda: prefill.calls)
-            path = Path(prefill.calls[0].args["path"])
+            call = prefill.calls[0].call
+            assert isinstance(call, WritePages)
+            path = Path(call.path)
             if phase == "read":
                 await answer_write(prefill)
                 await until(lambda: decode.calls)

@@ -21,6 +21,7 @@ from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.transport import child
 from jaxserve.transport.group import FrameStream
+from jaxserve.types.calls import AbortRequests, Prepare
 from jaxserve.types.messages import Located, Outputs, RequestRefused, ToWorker, decode_to_worker
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 from jaxserve.types.step import FinishReason, TokenOutput
@@ -42,6 +43,10 @@ def build(channel: Channel) -> BuiltEngine:
     return BuiltEngine(core, demo_info(Tokenizer.from_directory(DEMO)), lambda spec: Future())
 
 
+def refuse(_: Prepare) -> None:
+    raise InvalidValueError("not now")
+
+
 @dataclass
 class Setting:
     """An engine, or several, in a thread each, the main process's end, and workers in this event loop.
@@ -57,7 +62,7 @@ class Setting:
 
     async def add_worker(self) -> WorkerEngine:
         here, there = socket.socketpair()
-        link = RelayLink(there, {"double": lambda number: 2 * number}, lambda: None)
+        link = RelayLink(there, {AbortRequests: lambda call: [call.prefix + "1"], Prepare: refuse}, lambda: None)
         prefix = f"w{len(self.workers)}-"
         worker = WorkerEngine(self.engine.config, link, id_prefix=prefix, whole_load=lambda: self.engine.load)
         await worker.start(wait=False)
@@ -268,13 +273,13 @@ def test_workers_know_the_engines_state() -> None:
 def test_calls_to_a_worker_are_answered() -> None:
     async def run() -> None:
         async with setting() as here:
-            assert [await end.call("double", number=4) for end in here.ends] == [8, 8]
+            assert [await end.call(AbortRequests("a", None)) for end in here.ends] == [["a1"], ["a1"]]
             await here.workers[0].stop()
             await here.ends[0].closed.wait()
             with pytest.raises(EngineDeadError):
-                await here.ends[0].call("double", number=4)
+                await here.ends[0].call(AbortRequests("a", None))
             with pytest.raises(InvalidValueError):
-                await here.ends[1].call("triple", number=4)
+                await here.ends[1].call(Prepare())
 
     asyncio.run(run())
 

@@ -9,6 +9,16 @@ import pytest
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, NotReadyError, ServerError
+from jaxserve.types.calls import (
+    EngineCall,
+    FlushCache,
+    Pause,
+    ReadState,
+    Sleep,
+    UpdateFromDirectory,
+    UpdateFromFile,
+    Wake,
+)
 from jaxserve.types.messages import Call, EngineStats, Failed, Outputs, Ready, Reply, ToEngine
 from jaxserve.types.page_keys import PageEvents, page_keys
 from jaxserve.types.sampling import EngineRequest, SamplingParams
@@ -252,7 +262,7 @@ def test_an_engine_that_is_given_up_leaves_a_server_that_serves() -> None:
             await generate(engine, "b", replica=0)
         second.give(second.ids[0], 2, FinishReason.STOP)
         assert await task == [2]
-        assert await asyncio.gather(engine.call("flush_cache"), _answer(second)) == [True, None]
+        assert await asyncio.gather(engine.call(FlushCache()), _answer(second)) == [True, None]
 
     run(test)
 
@@ -295,25 +305,26 @@ def test_what_an_engine_measures_later_is_known() -> None:
 
 def test_calls_go_to_all_engines_and_their_answers_are_one() -> None:
     async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
-        async def call(method: str, results: tuple[Any, ...], **args: Any) -> Any:
-            return (await asyncio.gather(engine.call(method, **args), _answer(first, second, results=results)))[0]
+        async def call(call: EngineCall, results: tuple[Any, ...]) -> Any:
+            return (await asyncio.gather(engine.call(call), _answer(first, second, results=results)))[0]
 
-        assert await call("flush_cache", (None, None)) is None
-        assert await call("sleep", (["weights"], ["kv_cache", "weights"])) == ["kv_cache", "weights"]
-        assert await call("wake", ([], [])) == []
+        assert await call(FlushCache(), (None, None)) is None
+        assert await call(Sleep(), (["weights"], ["kv_cache", "weights"])) == ["kv_cache", "weights"]
+        assert await call(Wake(), ([], [])) == []
         state = {"paused": True, "asleep": [], "version": "1"}
-        assert (await call("state", (state, state | {"paused": False})))["paused"] is False
-        assert await call("update_from_directory", ("1", "1"), path="x") == "1"
-        task = asyncio.create_task(engine.call("update_from_directory", path="y"))
+        assert (await call(ReadState(), (state, state | {"paused": False})))["paused"] is False
+        assert await call(UpdateFromDirectory(path="x"), ("1", "1")) == "1"
+        task = asyncio.create_task(engine.call(UpdateFromDirectory(path="y")))
         await until(lambda: first.calls and second.calls)
-        assert first.calls[0].args == second.calls[0].args == {"path": "y", "version": "2", "number": 2}
+        update = UpdateFromDirectory(path="y", version="2", number=2)
+        assert first.calls[0].call == second.calls[0].call == update
         first.answer("2")
         second.answer(error="no such file")
         with pytest.raises(ServerError, match="carried out by engines 0, and not by all: engine 1: no such file"):
             await task
         tasks = [generate(engine, name) for name in "ab"]  # never by weights that differ
         await until(lambda: len(first.requests) == 2)
-        assert await call("update_from_directory", ("2", "2"), path="z") == "2"
+        assert await call(UpdateFromDirectory(path="z"), ("2", "2")) == "2"
         tasks.append(generate(engine, "c"))
         await until(lambda: second.requests)
         for task in tasks:
@@ -328,7 +339,7 @@ def test_a_call_for_all_engines_is_refused_while_one_is_started() -> None:
         second.die_at()
         await until(lambda: engine.replicas[1].status.phase == "restarting")
         with pytest.raises(NotReadyError, match="engine 1 is restarting"):
-            await engine.call("pause")
+            await engine.call(Pause())
         assert not first.calls
 
     run(test)
@@ -336,12 +347,12 @@ def test_a_call_for_all_engines_is_refused_while_one_is_started() -> None:
 
 def test_an_engine_is_brought_to_the_state_of_the_others_before_it_serves() -> None:
     async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
-        await asyncio.gather(engine.call("pause", mode="retract"), _answer(first, second))
+        await asyncio.gather(engine.call(Pause("retract")), _answer(first, second))
         second.die_at()
         await until(lambda: engine.replicas[1].status.phase == "restarting")
         second.become_ready()
         await until(lambda: second.calls)
-        assert (second.calls[0].method, second.calls[0].args) == ("pause", {"mode": "retract"})
+        assert second.calls[0].call == Pause("retract")
 
     run(test)
 
@@ -350,7 +361,7 @@ def test_an_engine_without_the_weights_of_an_upload_gets_no_requests() -> None:
     """They went with its process. When the last engine that has them dies too, all have those of the start."""
 
     async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
-        await asyncio.gather(engine.call("update_from_file", path="x"), _answer(first, second, results=("1", "1")))
+        await asyncio.gather(engine.call(UpdateFromFile(path="x")), _answer(first, second, results=("1", "1")))
         second.die_at()
         await until(lambda: engine.replicas[1].status.phase == "restarting")
         second.become_ready()

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass, field, replace
+from typing import Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ContextLengthError, InvalidValueError
+from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
-from jaxserve.types.scheduling import SchedulerConfig, StepTimes
+from jaxserve.types.scheduling import GroupSizes, Reach, SchedulerConfig, StateSizes, StepTimes
 from jaxserve.types.step import FinishReason
 from tests.fake_grammar import CountingMatcher, HandExecutor
 from tests.fakes import (
@@ -32,6 +34,7 @@ from tests.fakes import (
 )
 
 EOS = (5, 6)
+KINDS: tuple[Literal["window", "chunk"], ...] = ("window", "chunk")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
@@ -46,6 +49,7 @@ class World:
     transcripts: Transcripts = field(default_factory=Transcripts)
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     names: "itertools.count[int]" = field(default_factory=itertools.count)
+    states: bool = False  # with layers that have a recurrent state
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -64,6 +68,7 @@ class World:
             prefix_cache=rng.random() < 0.75,
             new_token_ratio=rng.choice([0.01, 0.3, 1.0]),
             max_drafts=rng.choice([1, 2, 5]),
+            draft_rows=rng.choice([0, 1, 3, 8]),
             verify_sizes=rng.choice([(2, 4, 8, 16, 32), (6, 16)]),
             aging_steps=rng.choice([3, 30, 1000]),
             batch_policy=rng.choice(["priority", "yield"]),
@@ -71,30 +76,45 @@ class World:
         )
         self.threads = rng.choice([None, HandExecutor()])
         self.num_masked = rng.choice([0.15, 0.6])
-        self.drafter = OracleDrafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0]))
+        self.drafter = OracleDrafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0]))  # the host's, or what the device guesses
         self.core = make_core(
-            self.windowed(sizes),
+            self.with_states(sizes) if self.states else self.with_groups(sizes),
             mask_threads=self.threads,
             eos_token_ids=EOS,
             not_finite=self.broken,
             nan_from=self.nan_from,
-            drafter=self.drafter,
+            guess=self.drafter.guess,
+            drafter=DeviceDrafts() if sizes.draft_rows else self.drafter,
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
         )
 
-    def windowed(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Half of them with layers that see a window, and as few pages for these as can be, or some more. Most with
-        pages in the memory of the host.
+    def with_groups(self, config: SchedulerConfig) -> SchedulerConfig:
+        """Two thirds of them with layers that see a window or a chunk, of up to three sizes, and as few pages for these
+        as can be, or some more. Most with pages in the memory of the host.
         """
-        window = self.rng.choice([None, 1, 3, 7, 20, None])
-        config = replace(config, num_host_pages=self.rng.choice([0, 1, 6, 100]))
-        if window is None:
-            return config
-        size = replace(config, window=window, num_window_pages=2**31).window_size
-        assert size is not None
-        pages = size.least(config.max_sequence_tokens) + self.rng.choice([0, 0, 1, 5, 100])
-        host = self.rng.choice([1, 6, 100]) if config.num_host_pages else 0
-        return replace(config, window=window, num_window_pages=pages, num_host_window_pages=host)
+        rng = self.rng
+        config = replace(config, num_host_pages=rng.choice([0, 1, 6, 100]))
+        reaches = {
+            Reach(rng.choice(KINDS), rng.choice([1, 3, 7, 8, 20])) for _ in range(rng.choice([0, 1, 1, 2, 3, 3]))
+        }
+        any_number = tuple(GroupSizes(reach, 2**31) for reach in sorted(reaches))
+        groups = [
+            GroupSizes(
+                span.reach,
+                span.least(config.max_sequence_tokens) + rng.choice([0, 0, 1, 5, 100]),
+                rng.choice([1, 6, 100]) if config.num_host_pages else 0,
+            )
+            for span in replace(config, groups=any_number).spans
+        ]
+        return replace(config, groups=tuple(groups))
+
+    def with_states(self, config: SchedulerConfig) -> SchedulerConfig:
+        """Some of them with windows too."""
+        config, rng = replace(self.with_groups(config), num_host_pages=0, max_drafts=0), self.rng
+        groups = tuple(replace(group, num_host_pages=0) for group in config.groups)
+        border = config.page_size * rng.choice([1, 1, 2])
+        sizes = StateSizes(rng.choice([2, 3, 5, 9, 40]), border * rng.choice([1, 2, 3]), border)
+        return replace(config, groups=groups if rng.random() < 0.3 else (), states=sizes)
 
     @property
     def room(self) -> int:
@@ -231,6 +251,18 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(seed: int, abort_r
     assert stats.num_pages_cached == stats.num_pages_evictable
     assert len(world.core._masks) == 0
     assert isinstance(world.core.runner, FakeRunner) and world.core.runner.num_read_nan == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**48), st.sampled_from([0.0, 0.0, 0.05, 0.3]))
+def test_no_state_has_folded_anothers_token(seed: int, abort_rate: float) -> None:
+    """As above, with layers whose state is a hash of all tokens folded."""
+    world = World(random.Random(seed), states=True)
+    world.run(arrivals=15, abort_rate=abort_rate)
+    for request in world.requests.values():
+        world.check(request)
+    states = world.core.scheduler.kv.states
+    assert states is not None and states.num_available == states.num_pages
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 17, 40, None])

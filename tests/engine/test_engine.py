@@ -96,7 +96,7 @@ def take(engine: TextEngine, seen: dict[tuple[str, int], Completion]) -> list[Re
         ([[1], [2]], [GREEDY, SamplingParams(thinking=BUDGET)], InvalidValueError),
         ([[1], [2]], [GREEDY], InvalidValueError),
         ([[1]], [GREEDY, GREEDY], InvalidValueError),
-        ([[1]], {"temperature": 0}, InvalidValueError),
+        ([[1]], {"temperatur": 0}, InvalidValueError),
         ([[1]], [7], InvalidValueError),
         ([[1]], 0.5, InvalidValueError),
     ],

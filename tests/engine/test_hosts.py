@@ -15,6 +15,7 @@ from jaxserve.engine.hosts.agreement import check_hosts, followed, for_followers
 from jaxserve.engine.hosts.follower import Operations
 from jaxserve.engine.hosts.leader import Leader, LeaderRunner, LeaderWeights
 from jaxserve.errors import ConfigError, ConflictError, ServerError
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.transport.group import FollowerEnd, LeaderEnd, connect
 from jaxserve.types.extras import ExtraParams
@@ -31,7 +32,7 @@ from jaxserve.types.group import (
     encode,
 )
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
-from jaxserve.types.step import PageTableUpdate, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit, TableUpdate
 from tests.waiting import LAST_RESORT
 
 HOSTS = {"hosts": 2, "tensor": 2}
@@ -139,7 +140,7 @@ def a_step() -> SchedulerOutput:
         ScheduledRow("b", 1, 0, 3, False, [7, 8, 9], 0, [1, 2]),
     ]
     init = SlotInit(1, params, 2**64 - 1, 3, [7, 8, 9], (0,))
-    return SchedulerOutput(12, rows, 1, [init], [PageTableUpdate(0, 1, [2])], 2)
+    return SchedulerOutput(12, rows, 1, [init], [TableUpdate(0, 1, 1, [2])], 2)
 
 
 def test_a_step_arrives_as_it_was_sent() -> None:
@@ -157,7 +158,7 @@ def test_the_parts_of_a_file_leave_nothing_if_the_process_is_killed(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     local: Any = Local([])
-    operations = Operations(local, local, tmp_path)
+    operations = Operations(local, local, ModelFiles.open(tmp_path))
     assert operations.run(Operation("add_part", {"data": b"no safetensors"})) is None
     assert not [*tmp_path.iterdir()]
     assert "no safetensors file" in str(operations.run(Operation("stage_file", {"partial": False})))
@@ -275,7 +276,9 @@ def test_an_update_that_is_refused_leaves_the_group_as_it_is() -> None:
     """A part of the weights, after all of them were dropped."""
     leads, events = leader(Done())
     specs = [SimpleNamespace(wide=lambda name=name: SimpleNamespace(name=name)) for name in ("norm", "head")]
-    local = DeviceWeights(cast("Any", SimpleNamespace(leaves=())), cast("Any", SimpleNamespace(specs=specs)))
+    local = DeviceWeights(
+        cast("Any", SimpleNamespace(leaves=(), draft_leaves=())), cast("Any", SimpleNamespace(specs=specs))
+    )
     weights = LeaderWeights(leads, local)
     weights.drop()
     events.clear()

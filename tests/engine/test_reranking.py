@@ -10,8 +10,9 @@ import tokenizers
 from jaxserve.config import Config
 from jaxserve.engine.factory import has_raw_scores, is_regression, label_token_ids
 from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.hf_config import from_hf
-from jaxserve.models.pooling import is_embedder, read_pooling
+from jaxserve.models.checkpoint.sentence_files import is_embedder, read_pooling
 from jaxserve.text.tokenizer import Tokenizer
 from tests.api.fakes import DEMO
 from tests.models.checkpoints import TINY_LLAMA
@@ -25,7 +26,7 @@ def tokenizer() -> Tokenizer:
 
 
 def found(directory: Path, tokenizer: Tokenizer, **section: Any) -> tuple[int, ...]:
-    return label_token_ids(Config().replace(model=section).model, directory, tokenizer)
+    return label_token_ids(Config().replace(model=section).model, ModelFiles.open(directory), tokenizer)
 
 
 def write_logit_score(directory: Path, settings: Any, path: str = "1_LogitScore") -> Path:
@@ -50,8 +51,8 @@ def test_the_configuration_decides(tmp_path: Path, tokenizer: Tokenizer) -> None
 def test_sentence_transformers_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_logit_score(tmp_path, {"true_token_id": 7, "false_token_id": 5})
     assert found(tmp_path, tokenizer) == (5, 7)
-    config = from_hf(TINY_LLAMA)
-    assert not is_embedder(tmp_path, config) and read_pooling(tmp_path, config).kind == "last"
+    config, files = from_hf(TINY_LLAMA), ModelFiles.open(tmp_path)
+    assert not is_embedder(files, config) and read_pooling(files, config).kind == "last"
 
 
 @pytest.mark.parametrize(
@@ -92,12 +93,12 @@ def test_a_template_with_the_roles(tmp_path: Path, tokenizer: Tokenizer) -> None
     ],
 )
 def test_scores_without_a_sigmoid(file: str, content: Any, raw: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(content))
-    assert has_raw_scores(tmp_path) is raw
+    assert has_raw_scores(ModelFiles.open(tmp_path)) is raw
 
 
 @pytest.mark.parametrize("problem", [None, "regression", "multi_label_classification"])
 def test_a_head_of_values_is_known(problem: str | None, tmp_path: Path) -> None:
-    assert not is_regression(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"problem_type": problem}))
-    assert is_regression(tmp_path) == (problem == "regression")
+    assert is_regression(ModelFiles.open(tmp_path)) == (problem == "regression")

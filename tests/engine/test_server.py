@@ -4,6 +4,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import msgspec
 import pytest
 
@@ -14,6 +15,7 @@ from jaxserve.errors import InvalidSchemaError
 from jaxserve.scheduler.waiting_queue import WaitReason
 from jaxserve.text.detokenizer import error_of
 from jaxserve.transport.shared_state import SharedState
+from jaxserve.types.calls import FlushCache, IsAlive, ListWaiting, ReadPages
 from jaxserve.types.messages import (
     Abort,
     Add,
@@ -97,7 +99,7 @@ def test_a_request_that_cannot_run_is_refused_alone() -> None:
 
 
 def test_calls_are_answered_whatever_they_ask() -> None:
-    calls: list[ToEngine] = [Call(1, "flush_cache"), Call(2, "nothing"), Call(3, "flush_cache", {"x": 1})]
+    calls: list[ToEngine] = [Call(1, FlushCache()), Call(2, ReadPages("gone")), Call(3, IsAlive())]
     channel = ListChannel(calls)
     serve(channel, make_core(small_config()))
     replies = [message for message in channel.sent if isinstance(message, Reply)]
@@ -106,7 +108,7 @@ def test_calls_are_answered_whatever_they_ask() -> None:
 
 def test_it_tells_which_requests_wait_and_why() -> None:
     adds: list[ToEngine] = [Add.of(make_request(name, [1], max_tokens=3)) for name in ("a", "b", "c")]
-    channel = ListChannel(adds, [Call(1, "waiting")])
+    channel = ListChannel(adds, [Call(1, ListWaiting())])
     serve(channel, make_core(small_config(max_num_seqs=1)))
     (reply,) = [message for message in channel.sent if isinstance(message, Reply)]
     assert [(each.request_id, each.reason) for each in reply.result] == [("b", WaitReason.SLOT), ("c", WaitReason.SLOT)]
@@ -208,13 +210,13 @@ def test_a_request_whose_grammar_is_compiled_ends_by_the_clock(limits: Any, mess
 
 def test_a_request_whose_grammar_is_compiled_counts_as_waiting() -> None:
     channel = Compiling(
-        0, [Add.of(make_request("g", [1, 2, 3], grammar=GRAMMAR))], [], [Call(1, "stats")], [Abort(["g"])]
+        0, [Add.of(make_request("g", [1, 2, 3], grammar=GRAMMAR))], [], [Call(1, FlushCache())], [Abort(["g"])]
     )
     core = grammar_core()
     seen: list[EngineStats] = []
     channel.core = core
     server = EngineServer(BuiltEngine(core, info(), lambda spec: channel.compiled), channel, SharedState())
-    server._calls["stats"] = lambda: seen.append(core.stats())
+    core.flush_prefix_cache = lambda **_: seen.append(core.stats())
     server.run()
     assert (seen[0].num_waiting, seen[0].num_waiting_tokens) == (1, 3)
     assert (core.stats().num_waiting, core.stats().num_waiting_tokens) == (0, 0)
@@ -322,6 +324,23 @@ def test_a_rebuild_that_fails_ends_the_engine() -> None:
     channel = ListChannel([Add.of(make_request("a", [1], max_tokens=20))])
     with pytest.raises(Exception, match="no device behind"):
         serve(channel, faulty_core({3}, "rebuild"))
+
+
+def test_a_stored_program_that_cannot_be_run_is_discarded_before_the_process_ends() -> None:
+    """No request fails: another process computes what runs again, and does not load the program."""
+    channel = ListChannel([Add.of(make_request("a", [1], max_tokens=20))])
+    channel.core = core = make_core(small_config())
+    failing, discarded = jax.errors.JaxRuntimeError("NOT_FOUND: Function f not found (type id: 1)"), ["decode[4]"]
+
+    def execute(output: object) -> None:
+        raise failing
+
+    core.runner.execute = execute  # type: ignore[method-assign]
+    built = BuiltEngine(core, info(), lambda spec: Future(), discard=lambda: [discarded.pop()])
+    with pytest.raises(StepError, match="Function f not found"):
+        EngineServer(built, channel, SharedState()).run()
+    assert not discarded
+    assert not [output for output in channel.outputs("a") if output.finish_reason is not None]
 
 
 def test_the_turns_of_the_loop_are_counted() -> None:

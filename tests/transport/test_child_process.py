@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.transport.child import child_environment, python_command, without_empty_entries
+from jaxserve.cli.main import without_empty_entries
+from jaxserve.transport.child import child_environment, python_command
 from tests.waiting import LAST_RESORT
 
 

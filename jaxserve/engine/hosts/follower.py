@@ -21,9 +21,10 @@ from jaxserve.engine.hosts.jax_group import join_devices, write_programs
 from jaxserve.engine.hosts.leader import end_process, offer_of, with_sizes
 from jaxserve.errors import ConfigError, ServerError
 from jaxserve.models.checkpoint.checkpoint import Checkpoint
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.safetensors_file import read_contents
+from jaxserve.models.checkpoint.sentence_files import is_embedder
 from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source
-from jaxserve.models.pooling import is_embedder, read_pooling
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
@@ -72,9 +73,9 @@ def _expected(message: ToFollower, kind: type[_Message]) -> _Message:
 
 
 class Follower:
-    """Makes the calls of the leader. served: directory of the model."""
+    """Makes the calls of the leader. served: files of the model"""
 
-    def __init__(self, end: FollowerEnd, runner: ModelRunner, served: Path) -> None:
+    def __init__(self, end: FollowerEnd, runner: ModelRunner, served: ModelFiles) -> None:
         self._end = end
         self._runner = runner
         self._operations = Operations(runner, DeviceWeights(runner, runner.structure), served)
@@ -110,7 +111,7 @@ class Follower:
 class Operations:
     """The calls other than steps. Between `stage_...` and `replace` the new weights are in the host's memory."""
 
-    def __init__(self, runner: ModelRunner, weights: DeviceWeights, served: Path) -> None:
+    def __init__(self, runner: ModelRunner, weights: DeviceWeights, served: ModelFiles) -> None:
         self._runner = runner
         self._weights = weights
         self._served = served
@@ -224,17 +225,17 @@ def _told(end: FollowerEnd) -> Iterator[None]:
 def _built(config: Config, end: FollowerEnd, send: Send, coordinator: str) -> Follower:
     """Load this host's part of the model and compile. config: from `followed`"""
     section = config.mesh
-    directory = locate(config)
+    files = ModelFiles.open(locate(config))
     send(Progress("devices"))
     join_devices(coordinator, section.host_rank, section.hosts)
     mesh = make_mesh(section.device, data=section.data, tensor=section.tensor, expert=section.expert)
     write_programs()
     send(Progress("weights", unit="bytes"))
-    loaded = load(config, directory, mesh, send)
-    if is_embedder(directory, loaded.config) or loaded.config.labels:
-        config = config.replace(speculation={"method": "off"})
+    loaded = load(config, files, mesh, send)
+    if is_embedder(files, loaded.config) or loaded.config.labels:
+        config = config.replace(speculation={"method": "off", "draft_model": None, "draft_revision": None})
     send(Progress("programs", unit="programs"))
     agree = functools.partial(agreed_plan, end)
-    runner = make_runner(config, loaded, read_pooling(directory, loaded.config), mesh, send, agree)
+    runner = make_runner(config, loaded, files, mesh, send, agree)
     assert isinstance(runner, ModelRunner)
-    return Follower(end, runner, directory)
+    return Follower(end, runner, files)

@@ -21,7 +21,6 @@ import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.engine.control import EngineControl, old_weights_stay
-from jaxserve.engine.core import Mode
 from jaxserve.engine.hosts import agreement
 from jaxserve.engine.hosts.jax_group import join_devices
 from jaxserve.errors import InvalidValueError, ServerError
@@ -31,6 +30,7 @@ from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weights import DeviceWeights, Place, Tick
 from jaxserve.transport.group import LeaderEnd
+from jaxserve.types.calls import UpdateFromDirectory, UpdateFromFile
 from jaxserve.types.group import Done, Execute, LeaderEnds, Operation, PlanOffer, Sample, WarmedUp, WarmRun, Welcome
 from jaxserve.types.messages import Failed, FromEngine, Progress
 from jaxserve.types.scheduling import StepTimes
@@ -45,13 +45,13 @@ REBUILD_LIMIT = 30.0  # seconds for empty arrays in place of the old; a host who
 
 def offer_of(plan: MemoryPlan) -> PlanOffer:
     """Return the sizes that fit on this host."""
-    return PlanOffer(plan.num_pages, plan.num_window_pages, plan.max_model_len)
+    return PlanOffer(plan.num_pages, plan.pages_by_group[1:], plan.max_model_len)
 
 
 def with_sizes(plan: MemoryPlan, agreed: PlanOffer) -> MemoryPlan:
     """Return this host's plan with the sizes that all hosts have."""
-    sizes = {"num_pages": agreed.num_pages, "num_window_pages": agreed.num_window_pages}
-    return dataclasses.replace(plan, max_model_len=agreed.max_model_len, **sizes)
+    plan = plan.with_pages(agreed.num_pages, agreed.of_groups)
+    return dataclasses.replace(plan, max_model_len=agreed.max_model_len)
 
 
 class Leader:
@@ -67,7 +67,7 @@ class Leader:
         offers += [offer for offer in self.end.answers(PLAN_LIMIT).values() if isinstance(offer, PlanOffer)]
         least = PlanOffer(
             min(offer.num_pages for offer in offers),
-            min(offer.num_window_pages for offer in offers),
+            tuple(map(min, zip(*(offer.of_groups for offer in offers), strict=True))),
             min(offer.max_model_len for offer in offers),
         )
         self.end.send(least)
@@ -120,9 +120,9 @@ class LeaderRunner:
         """
         end = self._leader.end
         end.answers(PLAN_LIMIT)
-        times = self._runner.warm_up(lambda family, size: end.send(WarmRun(family, size)))
-        end.send(WarmedUp())
-        return times
+        return self._runner.warm_up(
+            lambda family, size: end.send(WarmRun(family, size)), after_runs=lambda: end.send(WarmedUp())
+        )
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
         """Dispatch a step on all hosts."""
@@ -213,22 +213,18 @@ class GroupControl(EngineControl):
         self._leader = leader
         leader.tick = lambda: self.on_progress()
 
-    def update_from_directory(
-        self, path: str, version: str | None = None, running: Mode | None = None, number: int = 0
-    ) -> str:
+    def update_from_directory(self, call: UpdateFromDirectory) -> str:
         """Do what `EngineControl` does. Each host reads its own directory of this name."""
         with self._staging():
-            self._leader.on_followers("stage_directory", path=path)
-            return super().update_from_directory(path, version, running, number)
+            self._leader.on_followers("stage_directory", path=call.path)
+            return super().update_from_directory(call)
 
-    def update_from_file(
-        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False, number: int = 0
-    ) -> str:
+    def update_from_file(self, call: UpdateFromFile) -> str:
         """Do what `EngineControl` does. The file's bytes are sent to the other hosts."""
         with self._staging():
-            self._send_file(path)
-            self._leader.on_followers("stage_file", partial=partial)
-            return super().update_from_file(path, version, running, partial, number)
+            self._send_file(call.path)
+            self._leader.on_followers("stage_file", partial=call.partial)
+            return super().update_from_file(call)
 
     def _send_file(self, path: str) -> None:
         with old_weights_stay(), Path(path).open("rb") as file:

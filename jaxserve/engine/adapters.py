@@ -1,0 +1,139 @@
+"""The adapters of an engine by name: loaded, replaced and unloaded between two steps.
+
+A request names an adapter by its digest, so a replacement never changes a request that has begun: it ends with the
+tensors that it began with. Their copy in the memory of the host goes when no name and no request needs it. The
+adapter before the last replacement stays, for requests that are on their way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import ConflictError, InvalidValueError, ModelLoadError, ModelNotFoundError, ServerError
+from jaxserve.models.checkpoint.adapter import Adapter, adapter_of, read_adapter
+from jaxserve.runtime.adapters import DeviceAdapters
+from jaxserve.scheduler.adapter_slots import AdapterSlots
+from jaxserve.types.messages import AdapterStatus
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
+OFF = "adapters are not served; set lora.slots"
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A loaded adapter. version: how often its name was loaded. before: digest of the one that it replaced"""
+
+    digest: str
+    rank: int
+    version: int
+    path: str
+    pinned: bool
+    before: str = ""
+
+
+class Adapters:
+    """The adapters of one engine. served: names of the model itself, which no adapter may have"""
+
+    def __init__(self, device: DeviceAdapters, slots: AdapterSlots, served: tuple[str, ...] = ()) -> None:
+        self._device = device
+        self._slots = slots
+        self._served = served
+        self._named: dict[str, _Named] = {}
+        self._versions: dict[str, int] = {}  # of names that were loaded, unloaded ones included
+        self._labels: dict[str, str] = {}  # by digest: NAME@VERSION
+
+    def load_directory(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterStatus:
+        """Load an adapter of a directory. Raises InvalidValueError, ConflictError if the name is in use."""
+        return self._load(name, lambda: read_adapter(Path(path), self._device.adapted), path, replace, pinned)
+
+    def load_arrays(
+        self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any], *, replace: bool, pinned: bool = False
+    ) -> AdapterStatus:
+        """Load an adapter of arrays by peft's names, which are copied. Raises as `load_directory` does."""
+        return self._load(name, lambda: adapter_of(_numpy(tensors), config, self._device.adapted), "", replace, pinned)
+
+    def _load(self, name: str, read: Callable[[], Adapter], path: str, replace: bool, pinned: bool) -> AdapterStatus:
+        if not NAME.fullmatch(name) or name in self._served:
+            raise InvalidValueError(f"{name[:128]!r} is no name for an adapter, or the model's own", param="lora_name")
+        old = self._named.get(name)
+        if old is not None and not replace:
+            raise ConflictError(f"the adapter {name!r} is loaded; load_inplace replaces it")
+        others = {each.digest for other, each in self._named.items() if each.pinned and other != name}
+        if pinned and len(others) >= self._device.adapted.shape.slots - 1:
+            most = self._device.adapted.shape.slots - 1
+            raise InvalidValueError(f"at most {most} of lora.slots can be pinned", param="pinned")
+        try:
+            adapter = read()
+        except ModelLoadError as error:
+            raise InvalidValueError(f"the adapter {name!r} is not loaded: {error}", param="lora_path") from error
+        except (OSError, MemoryError) as error:  # a file of another user, one that vanishes; nothing has changed yet
+            raise ServerError(f"the adapter {name!r} is not loaded: {type(error).__name__}: {error}") from error
+        self._device.held.setdefault(adapter.digest, adapter)
+        version = self._versions[name] = self._versions.get(name, 0) + 1
+        before = "" if old is None else old.digest
+        self._named[name] = _Named(adapter.digest, adapter.rank, version, path, pinned, before)
+        self._labels[adapter.digest] = f"{name}@{version}"
+        self._changed()
+        return self._status(name)
+
+    def unload(self, name: str, *, missing_ok: bool = False) -> None:
+        """Forget a name. Requests that have begun with its adapter go on. Raises ModelNotFoundError."""
+        if name not in self._named and not missing_ok:
+            raise ModelNotFoundError(f"there is no adapter {name[:128]!r}", param="lora_name")
+        self._named.pop(name, None)
+        self._changed()
+
+    def check(self, digest: str) -> None:
+        """Raise ModelNotFoundError if a new request's adapter is not there."""
+        if digest not in self._device.held:
+            raise ModelNotFoundError(
+                "the adapter of this request was unloaded, or replaced, and is gone", param="model"
+            )
+
+    def digest_of(self, name: str) -> str:
+        """Return the digest of a loaded adapter. Raises ModelNotFoundError."""
+        if name not in self._named:
+            shown = ", ".join(self._named) or "none"
+            raise ModelNotFoundError(f"there is no adapter {name[:128]!r}; loaded: {shown}", param="model")
+        return self._named[name].digest
+
+    def label(self, digest: str) -> str:
+        """Return NAME@VERSION of the adapter."""
+        return self._labels.get(digest, digest)
+
+    def counts(self) -> dict[str, float]:
+        """Return how many adapters were written to a slot, and how many requests waited for one, since the start."""
+        return {"adapter_loads": self._slots.num_loads, "adapter_waits": self._slots.num_waits}
+
+    def statuses(self) -> list[AdapterStatus]:
+        """Return all loaded adapters, and free what nobody needs any more."""
+        self._sweep()
+        return [self._status(name) for name in self._named]
+
+    def _status(self, name: str) -> AdapterStatus:
+        named = self._named[name]
+        running, waiting = self._slots.counts(named.digest)
+        fields = dataclasses.asdict(named)
+        del fields["before"]
+        return AdapterStatus(name=name, num_running=running, num_waiting=waiting, **fields)
+
+    def _changed(self) -> None:
+        self._slots.pinned = {each.digest for each in self._named.values() if each.pinned}
+        self._sweep()
+
+    def _sweep(self) -> None:
+        needed = {digest for each in self._named.values() for digest in (each.digest, each.before)}
+        for digest in [each for each in self._device.held if each not in needed and not self._slots.is_used(each)]:
+            del self._device.held[digest]
+            self._labels.pop(digest, None)
+
+
+def _numpy(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in tensors.items()}

@@ -1,0 +1,46 @@
+"""A whole engine of a model with a tower, from its files: what it says of itself, and tokens after a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from jaxserve.config import Config
+from jaxserve.engine.factory import build_engine, load
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.runtime.mesh import make_mesh
+from tests.fakes import make_request, run_all
+from tests.models.picture_cases import END, PAD, START
+from tests.models.test_pictures import GOLDENS, pictures_of, write_case
+from tests.quick import quick_programs
+
+CASE = "qwen3_vl_pictures"
+
+
+def test_no_tower_is_loaded_if_a_prompt_may_have_no_pictures(tmp_path: Path):
+    files = ModelFiles.open(write_case(CASE, tmp_path))
+    config, mesh = Config.of(str(tmp_path), max_items=0, dtype="float32"), make_mesh("cpu")
+    found = load(config, files, mesh, lambda message: None)
+    assert found.config.vision is None
+    assert not any(spec.name.startswith("visual") for spec in found.structure.specs)
+    assert any(spec.name.startswith("model.layers") for spec in found.structure.specs)
+
+
+def test_an_engine_takes_pictures(tmp_path: Path):
+    directory = write_case(CASE, tmp_path / "model")
+    words = {f"w{index}": index for index in range(64)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 32, "max_model_len": 128}
+    with quick_programs():
+        built = build_engine(Config.of(str(directory), **limits), lambda message: None)
+    info = built.info.pictures
+    assert info is not None
+    assert (info.kind, info.patch_size, info.merge_size, info.width) == ("qwen3_vl", 4, 2, 48)
+    assert (info.token_id, info.start_token_id, info.end_token_id, info.max_tokens) == (PAD, START, END, 128)
+    ids, pictures = pictures_of("five")
+    found = run_all(built.core, [make_request("a", ids, pictures=pictures, max_tokens=6)])
+    assert found["a"].token_ids == np.load(GOLDENS / f"{CASE}.npz")["five_greedy"].tolist()
+    assert built.core.runner.num_compiles() == 0
+    built.core.close()
