@@ -130,7 +130,7 @@ class MaskTable:
             return f"this grammar cannot be enforced, it grew over a limit while the output was made: {limit}", 400
         return "the output left the grammar", 500
 
-    # --- drafts, see speculation.drafter.DraftMasks
+    # --- drafts, see speculation.ngram.DraftMasks
 
     def _ready(self, request_id: str) -> TokenMask | None:
         """Return the mask of a request if it is quick and no thread uses it."""

@@ -35,7 +35,7 @@ from jaxserve.grammar.translate import (
     with_parts,
 )
 from jaxserve.text.tools.base import MAX_JOIN_DEPTH, pointed, schema_types
-from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
+from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, NotedCall, PythonCall, TaggedCall
 from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
 
@@ -447,6 +447,8 @@ class _Builder:
                 return _tagged_call(call, self.writer, tool, skip)
             case PythonCall():
                 return _python_call(self.writer, tool)
+            case NotedCall() as call:
+                return _noted_call(call, self.writer, tool, skip)
 
 
 _OPENS_CALL = r"/\s*(\[?\s*\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()(.|\n)*/"  # in formats without a trigger
@@ -538,25 +540,153 @@ def _value(writer: LarkWriter, call: TaggedCall, schema: Any, ends: Sequence[str
 def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
     """Match f(a=1, b="x"), with the parameters in the order of the schema."""
     parameters = parameters_of(tool.arguments_schema, exact=tool.is_exact, names=_PYTHON_NAME)
-    comma, empty = '", "', '""'
     values = [
         _around(writer, 'input="', embed_in_json(writer, tool.lark), '"')
         if tool.lark is not None
         else writer.rule(f"{quoted(name + '=')} {_python_value(writer, part, exact=tool.is_exact)}")
         for name, part, _ in parameters
     ]
+    return _around(writer, f"{tool.name}(", _listed(writer, ", ", values, parameters), ")")
 
+
+def _listed(writer: LarkWriter, separator: str, values: Sequence[str], parameters: Sequence[Parameter]) -> str:
+    """Match the parameters in order, with `separator` between them; one that is not required may be left out."""
+    comma, empty = quoted(separator), '""'
     rest = {"": "", comma: ""}  # the later parameters, by the separator before them
     for value, (_, _, required) in zip(reversed(values), reversed(parameters), strict=True):
-        written = {separator: f"{separator} {value} {rest[comma]}" for separator in rest}
+        written = {before: f"{before} {value} {rest[comma]}" for before in rest}
         rest = {
-            separator: writer.rule(text if required else f"{text} | {rest[separator] or empty}")
-            for separator, text in written.items()
+            before: writer.rule(text if required else f"{text} | {rest[before] or empty}")
+            for before, text in written.items()
         }
-    return _around(writer, f"{tool.name}(", rest[""], ")")
+    return rest[""]
 
 
 def _python_value(writer: LarkWriter, schema: Any, *, exact: bool) -> str:
     if isinstance(schema, dict) and schema.get("type") == "boolean":
         return '("True" | "False")'
     return writer.schema(schema, exact=exact)
+
+
+_NOTED_NAME = re.compile(r"""(?![\s<},])[^:"\n]{1,256}(?<!\s)""")
+_MOST_LEVELS = 16  # of schemas in schemas
+_FREE_LEVELS = 4  # of values whose schema says nothing about them
+_SCALARS = frozenset({"integer", "number", "boolean", "null"})
+_UNNOTED = frozenset({"uniqueItems", "prefixItems", "contains", "minContains", "maxContains", "allOf", "not", "if"})
+
+
+def _noted_call(call: NotedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
+    """Match a call in Gemma's notation, with the parameters in the order of the schema."""
+    head = writer.literal(call.before.replace("NAME", tool.name)[skip:])
+    own = _custom_input(writer, tool, call.mark, (call.mark,))
+    if own is None:
+        values = _Noted(call.mark, writer, tool.is_exact).members(tool.arguments_schema, 0)
+    else:
+        values = _around(writer, "{input:" + call.mark, own, "}")
+    return writer.rule(f"{head} {values} {writer.literal(call.after)}")
+
+
+@dataclass
+class _Noted:
+    """Writes values in Gemma's notation, which are JSON but for keys without quotes and texts between marks.
+
+    exact: a schema that cannot be said is refused; else any value matches it
+    """
+
+    mark: str
+    writer: LarkWriter
+    exact: bool
+
+    def members(self, schema: Mapping[str, Any], level: int) -> str:
+        """Match an object with the properties of a schema."""
+        parameters = parameters_of(schema, exact=self.exact, names=_NOTED_NAME)
+        written = [
+            self.writer.rule(f"{quoted(name + ':')} {self.value(part, part, level + 1)}")
+            for name, part, _ in parameters
+        ]
+        return _around(self.writer, "{", _listed(self.writer, ",", written, parameters), "}")
+
+    def value(self, schema: Any, root: Any, level: int) -> str:
+        """Match a value of a schema. root: the schema that references point into"""
+        if level > _MOST_LEVELS:
+            raise _error("the schema of a tool is nested too deep, or refers to itself")
+        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            return self.value(pointed(root, schema["$ref"]), root, level + 1)
+        if self._is_json(schema, root, 0):
+            return self.writer.schema(_completed(schema, root), exact=self.exact)
+        if self.exact and isinstance(schema, dict) and (unkept := sorted(_UNNOTED & schema.keys())):
+            raise _error(f"{', '.join(unkept)} of a parameter cannot be enforced in this model's format of calls")
+        if is_text(schema):
+            return self._text(schema)
+        options = self._options(schema)
+        if options:
+            return self.writer.rule(one_of([self.value(option, root, level + 1) for option in options]))
+        types = schema_types(schema, root)
+        if types == {"array"}:
+            return self._items(schema, root, level)
+        if types == {"object"} and schema.get("properties"):
+            return self.members(_completed(schema, root), level)
+        limited = isinstance(schema, dict) and not {"enum", "const"}.isdisjoint(schema)
+        if self.exact and (types - {"object"} or limited):
+            raise _error("such a parameter cannot be enforced in this model's format of calls")
+        return self._any(only_objects=types == {"object"})
+
+    def _is_json(self, schema: Any, root: Any, level: int) -> bool:
+        """Return whether all values of a schema are written as in JSON: no text and no object is among them."""
+        if not isinstance(schema, dict) or level > _MOST_LEVELS:
+            return False
+        types, items = schema_types(schema, root) - {"indirect"}, schema.get("items")
+        if types == {"other"} and isinstance(schema.get("enum"), list):
+            return all(value is None or isinstance(value, int | float) for value in schema["enum"])
+        plain = types == {"array"} and "prefixItems" not in schema and "$ref" not in schema
+        return bool(types) and (types <= _SCALARS or (plain and self._is_json(items, root, level + 1)))
+
+    def _text(self, schema: Any) -> str:
+        mark, texts = self.writer.literal(self.mark), texts_of(schema, exact=self.exact)
+        if texts is None:
+            return self.writer.rule(f"{mark} {self.writer.text_until(self.mark)}")
+        values = [quoted(text) for text in texts if self.mark not in text]
+        if not values:
+            raise _error("no value of a text parameter can be written in this model's format")
+        return self.writer.rule(f"{mark} {one_of(values)} {mark}")
+
+    def _options(self, schema: Any) -> list[Any]:
+        """Return the alternatives of a schema, each of one type; none if there is only one."""
+        if not isinstance(schema, dict):
+            return []
+        found = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
+        if found is not None:
+            return found
+        types, values = schema.get("type"), schema.get("enum")
+        if isinstance(values, list):
+            texts = [value for value in values if isinstance(value, str)]
+            others = [value for value in values if value is None or isinstance(value, int | float)]
+            split = [{"enum": texts}, {"enum": others}] if texts and others else []
+            return split if len(texts) + len(others) == len(values) else []
+        return [{**schema, "type": each} for each in types] if isinstance(types, list) and len(types) > 1 else []
+
+    def _items(self, schema: Mapping[str, Any], root: Any, level: int) -> str:
+        item = self.value(schema.get("items", True), root, level + 1)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[]"'
+        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        some = f"{item} {more}"
+        return self.writer.rule(f'"[" {some if least else f"({some})?"} "]"')
+
+    def _any(self, *, only_objects: bool) -> str:
+        """Match any value, or any object, of at most _FREE_LEVELS levels."""
+        writer, mark = self.writer, self.writer.literal(self.mark)
+        text = writer.rule(f"{mark} {writer.text_until(self.mark)}")
+        value = members = one_of([text, writer.schema({"type": sorted(_SCALARS)})])
+        for _ in range(_FREE_LEVELS):
+            member = writer.rule(f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {value}')
+            members = writer.rule(f'"{{" ({member} ("," {member})*)? "}}"')
+            value = writer.rule(one_of([value, f'"[" ({value} ("," {value})*)? "]"', members]))
+        return members if only_objects else value
+
+
+def _completed(schema: Any, root: Any) -> Any:
+    """Return a part of a schema with the targets of its references."""
+    targets = {key: root[key] for key in ("$schema", "$defs", "definitions") if isinstance(root, dict) and key in root}
+    return targets | schema if isinstance(schema, dict) else schema

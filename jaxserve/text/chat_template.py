@@ -168,8 +168,13 @@ class MessageForm:
         return prepared
 
     def prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as the template expects it: a known role, content text or parts, arguments as objects."""
-        prepared = dict(message)
+        """Return a message as the template expects it: a known role, content text or parts, arguments as objects.
+
+        Clients send messages back with `tool_calls: null` or `[]`. Many templates only ask whether the key is there.
+        """
+        prepared = {key: value for key, value in message.items() if value is not None}
+        if not prepared.get("tool_calls", True):
+            del prepared["tool_calls"]
         if prepared.get("role") in self.foreign_roles:
             prepared["role"] = "system"
         prepared["content"] = self._content(prepared.get("content"), prepared)

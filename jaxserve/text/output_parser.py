@@ -22,7 +22,7 @@ call if the request offers the tool.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -31,12 +31,13 @@ from jaxserve.text.events import ContentDelta, Event, OutputParser, ReasoningDel
 from jaxserve.text.reader import Reading, TextReader
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolParser, ToolSet
+from jaxserve.text.tools.format import CallOpening
 from jaxserve.text.tools.registry import TOOL_FORMATS, known_tool_formats, tool_format_of_template
 from jaxserve.types.sampling import ThinkingForm
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_RECIPIENT = re.compile(r"\bto=(\S+)")
+_RECIPIENT = re.compile(r"""\bto=["'`]?([^\s"'`]+)""")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _MAX_HEADER = 512
 # the header's words and tokens, as far as they come in this order
@@ -109,13 +110,26 @@ class HarmonyParser(ToolParser):
             yield from self._call(name)
         elif function:
             self.content(header + MESSAGE)
-            yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
+            yield from self._text(self.content)
         elif channels[-1:] == ["analysis"] or recipient:
             self._break_reasoning()
             self.thinking = True
-            yield from self.reader.copy_until((*ENDS, START), self._reasoning, take=False)
+            yield from self._text(self._reasoning)
         else:
-            yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
+            yield from self._text(self.content)
+
+    def _text(self, sink: Callable[[str], None]) -> Reading[None]:
+        """Read the text of a message up to its end, or to a header that the model wrote without ending it."""
+        while marker := (yield from self.reader.copy_until((*ENDS, START, CHANNEL), sink, take=False)):
+            if marker != CHANNEL or (yield from self.reader.ahead(self._header())):
+                return
+            sink(self.reader.take_one())
+
+    def _header(self) -> Reading[bool]:
+        """Return whether a whole header with a channel comes next."""
+        yield from self.reader.accept(CHANNEL)
+        header, end = yield from self.reader.until(MESSAGE, CHANNEL, START, *ENDS, limit=_MAX_HEADER)
+        return end == MESSAGE and bool(_CHANNEL_NAME.match(CHANNEL + header))
 
     def _recipient(self, header: str) -> str:
         """Return the recipient of a message; "" if it is the user."""
@@ -198,43 +212,19 @@ class HarmonyThoughts:
 
 
 @dataclass(frozen=True, slots=True)
-class CallOpening:
-    """How a tool call begins that ends the thinking without its closing tag.
-
-    `marker`, white space, the name of a tool of the request if `named`, white space, and one of `first`; or without a
-    name one of `unnamed`. The marker alone is not enough: a model that thinks about its format writes it too.
-    """
-
-    marker: str
-    first: tuple[str, ...]
-    named: bool = False
-    unnamed: tuple[str, ...] = ()
-
-    def read(self, reader: TextReader, tools: Collection[str]) -> Reading[str]:
-        """Read the opening and return its end; "" if the next text is not one. The text read is remembered."""
-        reader.mark()
-        yield from reader.accept(self.marker)
-        yield from reader.space()
-        if self.named:
-            found = yield from reader.accept(*tools, *self.unnamed)
-            if not found or found in self.unnamed:
-                return found
-            yield from reader.space()
-        return (yield from reader.accept(*self.first))
-
-
-@dataclass(frozen=True, slots=True)
 class ThinkTags:
     """A family of models that think between tags.
 
     always: the model thinks though neither the prompt nor its output opens the tag
     calls: tool calls that end the thinking without its closing tag
+    tokens: special tokens of the tags, if a tag is more than one token
     """
 
     start: str = "<think>"
     end: str = "</think>"
     always: bool = False
     calls: tuple[CallOpening, ...] = ()
+    tokens: tuple[str, ...] = ()
 
     @property
     def are_sentences(self) -> bool:
@@ -243,7 +233,7 @@ class ThinkTags:
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the texts that the parser looks for. tools: whether the request offers tools"""
-        return (self.start, self.end, *((call.marker for call in self.calls) if tools else ()))
+        return (self.start, self.end, *self.tokens, *((call.marker for call in self.calls) if tools else ()))
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
         """Return whether the output begins inside the thinking.
@@ -526,41 +516,18 @@ class ThinkingLimit:
             self._parser.feed(text)
 
 
-# format of calls -> how a call begins that ends the thinking without its closing tag
-_CALLS: dict[str, tuple[CallOpening, ...]] = {
-    **dict.fromkeys(("hermes", "qwen3_coder"), (CallOpening("<tool_call>", ("{", "[{", "<function=")),)),
-    "glm45": (CallOpening("<tool_call>", ("<arg_key>", "</tool_call>"), named=True),),
-    "kimi_k2": tuple(
-        CallOpening(section, ("<|tool_call_begin|>",))
-        for section in ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
-    ),
-    "deepseek_v3": (
-        CallOpening("<｜tool▁calls▁begin｜>", ("<｜tool▁call▁begin｜>",)),
-        CallOpening("<｜tool▁call▁begin｜>", ("<｜tool▁sep｜>",), named=True, unnamed=("function<｜tool▁sep｜>",)),
-    ),
-    "deepseek_v32": tuple(
-        CallOpening(section, ("<｜DSML｜invoke",)) for section in ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
-    ),
-    "mistral": (
-        CallOpening("[TOOL_CALLS]", ("{", "[ARGS]", "[CALL_ID]"), named=True, unnamed=('{"', "{ ", "{\n", "[{")),
-    ),
-    "granite": (CallOpening("<|tool_call|>", ("{", "[{")),),
-    "internlm": (CallOpening("<|action_start|>", ("<|plugin|>",)),),
-    "jamba": (CallOpening("<tool_calls>", ("{", "[{")),),
-    "phi4_mini_json": (CallOpening("functools", ("[{",)),),
-    "llama3_json": (CallOpening("<|python_tag|>", ("{", "[{")),),
-    "pythonic": (CallOpening("<|python_start|>", ("[",)),),
-}
-
 REASONING_FAMILIES: dict[str, ThinkTags] = {
-    "qwen3": ThinkTags(calls=_CALLS["hermes"]),
+    "qwen3": ThinkTags(calls=TOOL_FORMATS["hermes"].openings),
     "deepseek_r1": ThinkTags(always=True),
     "deepseek_v3": ThinkTags(),
-    "glm45": ThinkTags(calls=_CALLS["glm45"]),
-    "kimi_k2": ThinkTags(calls=_CALLS["kimi_k2"]),
+    "glm45": ThinkTags(calls=TOOL_FORMATS["glm45"].openings),
+    "kimi_k2": ThinkTags(calls=TOOL_FORMATS["kimi_k2"].openings),
     "kimi": ThinkTags("◁think▷", "◁/think▷"),
     "mistral": ThinkTags("[THINK]", "[/THINK]"),
     "seed_oss": ThinkTags("<seed:think>", "</seed:think>"),
+    "hy_v3": ThinkTags("<think:opensource>", "</think:opensource>"),
+    "gemma4": ThinkTags("<|channel>thought", "<channel|>", tokens=("<|channel>",)),
+    "apertus": ThinkTags("<|inner_prefix|>", "<|inner_suffix|>"),
     "cohere": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
     "granite": ThinkTags("Here is my thought process:", "Here is my response:"),
 }
@@ -569,7 +536,8 @@ REASONING_FAMILIES: dict[str, ThinkTags] = {
 def think_tags(family: str | None, tool: str | None = None) -> ThinkTags | None:
     """Return the tags of a family of REASONING_FAMILIES, with the calls of the format `tool`; else None."""
     tags = REASONING_FAMILIES.get(family or "")
-    return replace(tags, calls=_CALLS[tool]) if tags is not None and tool in _CALLS else tags
+    form = TOOL_FORMATS.get(tool or "")
+    return replace(tags, calls=form.openings) if tags is not None and form is not None and form.openings else tags
 
 
 # names that users of SGLang and vLLM know
@@ -591,6 +559,12 @@ REASONING_ALIASES: dict[str, str] = {
     "interns1": "qwen3",
     "olmo3": "deepseek_v3",
     "ernie45": "deepseek_v3",
+    "mimo": "qwen3",
+    "lfm2": "deepseek_v3",
+    "step3p5": "deepseek_v3",
+    "poolside_v1": "glm45",
+    "hunyuan": "hy_v3",
+    "apertus2509": "apertus",
     "magistral": "mistral",
     "gpt_oss": "harmony",
     "openai_gptoss": "harmony",

@@ -35,6 +35,7 @@ from jaxserve.model_files import (
     sentence_settings,
 )
 from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
+from jaxserve.text.ranked_tokenizer import BYTE_CHARACTERS, TEKKEN, TIKTOKEN, read_ranked
 from jaxserve.text.tokenizer_limits import MAX_ADDED, refuse_costly
 
 # A Unicode noncharacter, not allowed in interchange. It marks the places where a special token must not be read.
@@ -70,7 +71,7 @@ class SpecialTokenEscaper:
 LONG_TEXT = 4096  # characters
 LONGEST_GAP = 1024  # ids without a token
 
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+_VOCABULARIES = ("tokenizer.json", TEKKEN, TIKTOKEN, "vocab.json", "tokenizer.model", "vocab.txt")
 # the roles of special tokens, in the order in which transformers adds them, and the keys of further ones
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
@@ -140,7 +141,9 @@ class Tokenizer:
             config |= _special_tokens(path / "special_tokens_map.json", config)
         eos_ids = _eos_ids(path / "generation_config.json") + _eos_ids(path / "config.json")
         templates = _chat_templates(path, config)
-        return cls(_load_backend(path, config), config, chat_templates=templates, extra_eos_ids=eos_ids)
+        ranked = None if (path / "tokenizer.json").is_file() else read_ranked(path, config)
+        backend, config = (None, config) if ranked is None else (ranked[0], ranked[1] | config)
+        return cls(_load_backend(path, config, backend), config, chat_templates=templates, extra_eos_ids=eos_ids)
 
     @classmethod
     def _from_gguf(cls, file: Path) -> Self:
@@ -281,14 +284,7 @@ def _token_text(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of GPT-2's invertible map from bytes to printable characters."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_level_alphabet()
+_ALPHABET = {character: byte for byte, character in BYTE_CHARACTERS.items()}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -341,7 +337,9 @@ def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eos_ids(path: Path) -> list[int]:
-    value = _read_json(path).get("eos_token_id")
+    found = _read_json(path)
+    text = found.get("text_config")  # of a language model inside a nested configuration
+    value = found.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
     given = value if isinstance(value, list) else [] if value is None else [value]
     ids = [number for each in given if (number := as_integer(each)) is not None]
     if len(ids) < len(given):
@@ -349,17 +347,21 @@ def _eos_ids(path: Path) -> list[int]:
     return ids
 
 
-def _load_backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Read tokenizer.json and add the tokens that only other files name. config: tokenizer_config.json"""
+def _load_backend(path: Path, config: dict[str, Any], backend: tokenizers.Tokenizer | None) -> tokenizers.Tokenizer:
+    """Return `backend`, else read tokenizer.json, and add the tokens that only other files name.
+
+    config: tokenizer_config.json
+    """
     file = path / "tokenizer.json"
-    if not file.is_file():
+    if backend is None and not file.is_file():
         return _convert_backend(path)
-    if file.stat().st_size > MAX_BYTES:
-        raise ModelLoadError(f"{file} has more than {MAX_BYTES} bytes")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
+    if backend is None:
+        if file.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{file} has more than {MAX_BYTES} bytes")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
     backend.add_tokens(_tokens_beside(path, config, backend.get_added_tokens_decoder()))
     refuse_costly(backend, file)
     return _lowercased(backend, sentence_settings(path))

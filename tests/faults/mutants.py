@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     Mutant(
         "a grammar that nobody waits for is compiled to its end",
-        "jaxserve/grammar/compile.py",
+        "jaxserve/grammar/checker.py",
         "process.stdin.write(frame(Cancel(check_id)))",
         "pass",
         "tests/grammar/test_compile.py::test_a_check_that_nobody_waits_for_is_ended",

@@ -40,7 +40,11 @@ WEATHER = GrammarTool(
 NOW = GrammarTool("now", {"type": "object", "properties": {}}, strict=True)
 SHELL = GrammarTool("shell", custom=True, regex=r"ls -[al]{1,2} \"x\"")
 TOOLS = ToolSet(parameters={tool.name: tool.arguments_schema for tool in (WEATHER, NOW)}, custom=("shell",))
-TEMPLATES = {"mistral_named": ("mistral", "[ARGS]"), "deepseek_fenced": ("deepseek_v3", "```json")}
+TEMPLATES = {
+    "mistral_named": ("mistral", "[ARGS]"),
+    "deepseek_fenced": ("deepseek_v3", "```json"),
+    "glm47": ("glm45", "</arg_key><arg_value>"),
+}
 PARSERS = {name: form.parser for name, form in TOOL_FORMATS.items()} | {"harmony": HarmonyParser}
 PARSERS |= {name: TOOL_FORMATS[family].parser for name, (family, _) in TEMPLATES.items()}
 
@@ -113,6 +117,15 @@ AUTO = {
     "mistral": 'Hi. [TOOL_CALLS][{"name": "now", "arguments": {}}]',
     "mistral_named": "Hi. [TOOL_CALLS]now[ARGS]{}",
     "glm45": "Hi. <tool_call>now\n</tool_call>",
+    "glm47": "Hi. <tool_call>now</tool_call>",
+    "gemma4": "Hi. <|tool_call>call:now{}<tool_call|>",
+    "hy_v3": "Hi. <tool_calls:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
+    "</tool_calls:opensource>",
+    "minimax_m2": 'Hi. <minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "seed_oss": "Hi. <seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "lfm2": "Hi. <|tool_call_start|>[now()]<|tool_call_end|>",
+    "olmo3": "Hi. <function_calls>\nnow()\n</function_calls>",
+    "apertus": 'Hi. <|tools_prefix|>[{"now": {}}]<|tools_suffix|>',
     "qwen3_coder": "Hi. <tool_call>\n<function=now>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "now", "parameters": {}}',
     "pythonic": "[now()]",
@@ -195,7 +208,7 @@ SPEAK, CALC = GrammarTool("speak", custom=True, lark=SPOKEN), GrammarTool("calc"
 
 
 FAMILIES = ["hermes", "json", "llama3_json", "mistral_named", "deepseek_v3", "kimi_k2", "pythonic"]
-FAMILIES += ["qwen3_coder", "glm45", "deepseek_v32"]
+FAMILIES += ["qwen3_coder", "glm45", "deepseek_v32", "gemma4", "minimax_m2", "hy_v3", "seed_oss", "lfm2", "olmo3"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -340,6 +353,78 @@ def test_required_calls_hold_no_text_that_has_two_readings(
         tools = ToolSet({"pair": PAIR.arguments_schema})
         (found,) = parse_whole(PARSERS[name](tools), call).tool_calls
         assert json.loads(found.arguments) == {"a": text}
+
+
+NOTED = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "array", "items": {"type": "string", "enum": ["a,b", "c}"]}, "minItems": 1, "maxItems": 2},
+        "at": {"$ref": "#/$defs/place"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "kind": {"enum": ["x", 1, None]},
+        "when": {"type": ["integer", "string"]},
+        "grid": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "maxItems": 1},
+    },
+    "required": ["to", "at"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"lat": {"type": "number"}, "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}}},
+            "required": ["lat"],
+        },
+        "tag": {"type": "string"},
+    },
+}
+
+
+# a value as the model writes it, and whether the schema allows it
+Q = '<|"|>'
+NOTED_VALUES = [
+    ("to", f"[{Q}a,b{Q}]", True), ("to", f"[{Q}a,b{Q},{Q}c}}{Q}]", True), ("to", "[]", False),
+    ("to", f"[{Q}x{Q}]", False),
+    ("to", f"[{Q}a,b{Q},{Q}a,b{Q},{Q}a,b{Q}]", False), ("at", "{lat:1.5}", True), ("at", "{}", False),
+    ("at", f"{{lat:-2,tags:[{Q}x {{y}}{Q},{Q}{Q}]}}", True), ("at", "{lat:1,tags:[2]}", False),
+    ("note", f"{Q}a \"b\" <|\"| c{Q}", True), ("note", "null", True), ("note", "1", False), ("kind", f"{Q}x{Q}", True),
+    ("kind", "1", True), ("kind", "null", True), ("kind", "2", False), ("when", "3", True), ("when", f"{Q}3{Q}", True),
+    ("grid", "[[1,2]]", True), ("grid", "[[1],[2]]", False), ("grid", "[]", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key, text, allowed", NOTED_VALUES)
+def test_values_in_gemmas_notation_match_their_schemas(
+    factory: MatcherFactory, tokenizer: Tokenizer, key: str, text: str, allowed: bool
+) -> None:
+    schema = NOTED | {"properties": {key: NOTED["properties"][key]}, "required": [key]}
+    for strict in (True, False):
+        matcher = grammar(factory, tokenizer, "gemma4", [GrammarTool("send", schema, strict=strict)], required=True)
+        call = f"<|tool_call>call:send{{{key}:{text}}}<tool_call|>"
+        assert feed(matcher, tokenizer, call) is allowed
+        if allowed:
+            (found,) = parse_whole(PARSERS["gemma4"](ToolSet({"send": schema})), call).tool_calls
+            jsonschema.validate(json.loads(found.arguments), schema)
+
+
+def test_a_value_without_a_schema_is_any_in_gemmas_notation(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    schema = {"properties": {"a": {}, "b": {"type": "object"}, "c": {"type": "array"}}, "required": ["a", "b", "c"]}
+    text = f"{{a:[{{k:{Q}x{Q}}},null],b:{{k:[1,{Q}{Q}]}},c:[{Q}x{Q},[true]]}}"
+    call = f"<|tool_call>call:send{text}<tool_call|>"
+    assert feed(grammar(factory, tokenizer, "gemma4", [GrammarTool("send", schema)], required=True), tokenizer, call)
+    (found,) = parse_whole(PARSERS["gemma4"](ToolSet({"send": schema})), call).tool_calls
+    assert json.loads(found.arguments) == {"a": [{"k": "x"}, None], "b": {"k": [1, ""]}, "c": ["x", [True]]}
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "array", "items": {"type": "string"}, "uniqueItems": True}, {"enum": [{"a": 1}]},
+    {"type": "object", "properties": {"a": {"type": "string"}}, "minProperties": 1},
+    {"type": "array", "items": {"$ref": "#/properties/p"}},
+])  # fmt: skip
+def test_what_gemmas_notation_cannot_enforce_is_refused_or_any_value(part: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"p": part}}
+    with pytest.raises(InvalidSchemaError) as caught:
+        tool_grammar(CallModel("gemma4"), [GrammarTool("f", schema, strict=True)], required=True)
+    assert caught.value.param == "tools"
+    if "$ref" not in str(part):
+        assert tool_grammar(CallModel("gemma4"), [GrammarTool("f", schema)], required=True) is not None
 
 
 def test_text_parameters_that_cannot_be_bound_are_refused() -> None:

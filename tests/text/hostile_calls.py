@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxserve.text.tools import ToolSet
@@ -51,7 +52,24 @@ TAGS = {
     "kimi": ["<|tool_call_end|>", "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"],
     "deepseek": ["<｜tool▁call▁end｜>", "\n```", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"],
     "harmony": ["<|end|>", "<|call|>", "<|channel|>final<|message|>", "<|start|>", "<|return|>"],
-    "other": ["<|python_tag|>", "now()", ")", "')", "<|action_end|>", "</tool_calls>", "<think>", "</think>"],
+    "hy": ["<tool_sep:opensource>", "</tool_call:opensource>", "<arg_key:opensource>path</arg_key:opensource>"],
+    "invoke": ["</parameter>", "</invoke>", '<invoke name="write">', '<parameter name="path">', "<minimax:tool_call>"],
+    "seed": ["</seed:tool_call>", "<seed:tool_call>", "<seed:think>"],
+    "gemma": ['<|"|>', '<|"|>,', '<|"|>}', "<tool_call|>", "<|tool_call>call:now{}", "call:write{", "<channel|>"],
+    "other": [
+        "<|python_tag|>",
+        "now()",
+        ")",
+        "')",
+        "<|action_end|>",
+        "</tool_calls>",
+        "<think>",
+        "</think>",
+        "<|tool_call_end|>",
+        "</function_calls>",
+        "<|tools_suffix|>",
+        "</TOOLCALL>",
+    ],
 }
 PLAIN = [
     "",
@@ -89,6 +107,15 @@ STRUCTURES = [
     '</｜DSML｜parameter>\n<｜DSML｜parameter name="unknown" string="true">y',
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n",
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    '</parameter>\n<parameter name="path">y',
+    '</parameter>\n<parameter name="unknown">y',
+    "</parameter>\n</invoke>\n",
+    "</parameter>\n</invoke>\n</minimax:tool_call>",
+    "</parameter></function></seed:tool_call>",
+    "</arg_value:opensource>\n<arg_key:opensource>path</arg_key:opensource>\n<arg_value:opensource>y",
+    "</arg_value:opensource>\n</tool_call:opensource>",
+    '<|"|>,path:<|"|>y',
+    '<|"|>}<tool_call|>',
 ]
 EVERY_TAG = [*STRUCTURES, *(tag for tags in TAGS.values() for tag in tags)]
 
@@ -183,30 +210,43 @@ def named(between: str) -> Callable[[Call, int, random.Random], str]:
     return lambda call, _, rng: call.name + between + to_json(as_mapping(call), rng)
 
 
-def qwen(call: Call, _: int, rng: random.Random) -> str:
-    """Qwen3-Coder's template writes mappings and lists as JSON, and anything else as Python's str does."""
-    words = {True: "true", False: "false", None: "null"} if rng.random() < 0.5 else {}
+def qwen(wrapper: str = "tool_call", line: str = "\n") -> Callable[[Call, int, random.Random], str]:
+    """Qwen3-Coder's template writes mappings and lists as JSON, and anything else as Python's str does.
 
-    def value(each: Any) -> str:
-        if isinstance(each, (dict, list)):
-            return to_json(each, rng)
-        return words[each] if words and (each is None or isinstance(each, bool)) else str(each)
+    line: what stands around a value
+    """
 
-    parameters = "".join(f"<parameter={key}>\n{value(v)}\n</parameter>\n" for key, v in as_mapping(call).items())
-    return f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
+    def write(call: Call, _: int, rng: random.Random) -> str:
+        value = partial(qwen_value, rng=rng, in_python=rng.random() < 0.5)
+        parameters = "".join(
+            f"<parameter={key}>{line}{value(v)}{line}</parameter>\n" for key, v in as_mapping(call).items()
+        )
+        return f"<{wrapper}>\n<function={call.name}>\n{parameters}</function>\n</{wrapper}>"
+
+    return write
+
+
+def qwen_value(each: Any, rng: random.Random, in_python: bool) -> str:
+    if isinstance(each, (dict, list)):
+        return to_json(each, rng)
+    words = {True: "true", False: "false", None: "null"}
+    return words[each] if not in_python and (each is None or isinstance(each, bool)) else str(each)
 
 
 def tagged_value(each: Any, rng: random.Random) -> str:
     return each if isinstance(each, str) else to_json(each, rng)
 
 
-def glm(line: str) -> Callable[[Call, int, random.Random], str]:
+def glm(line: str, suffix: str = "", separator: str = "") -> Callable[[Call, int, random.Random], str]:
+    """line: what stands between tags. suffix: at the end of tags. separator: tag behind the name"""
+    s = suffix
+
     def write(call: Call, _: int, rng: random.Random) -> str:
         parameters = "".join(
-            f"<arg_key>{key}</arg_key>{line}<arg_value>{tagged_value(value, rng)}</arg_value>{line}"
+            f"<arg_key{s}>{key}</arg_key{s}>{line}<arg_value{s}>{tagged_value(value, rng)}</arg_value{s}>{line}"
             for key, value in as_mapping(call).items()
         )
-        return f"<tool_call>{call.name}{line}{parameters}</tool_call>"
+        return f"<tool_call{s}>{call.name}{separator}{line}{parameters}</tool_call{s}>"
 
     return write
 
@@ -218,6 +258,38 @@ def dsml(call: Call, _: int, rng: random.Random) -> str:
         for key, value in as_mapping(call).items()
     )
     return f'<｜DSML｜invoke name="{call.name}">\n{parameters}</｜DSML｜invoke>\n'
+
+
+def invoke(call: Call, _: int, rng: random.Random) -> str:
+    parameters = "".join(
+        f'<parameter name="{key}">{tagged_value(value, rng)}</parameter>\n' for key, value in as_mapping(call).items()
+    )
+    return f'<invoke name="{call.name}">\n{parameters}</invoke>\n'
+
+
+def gemma(call: Call, _: int, rng: random.Random) -> str:
+    def value(each: Any) -> str:
+        if isinstance(each, str):
+            return f'<|"|>{each}<|"|>'
+        if isinstance(each, bool):
+            return "true" if each else "false"
+        if isinstance(each, dict):
+            return "{" + members(each) + "}"
+        return "[" + ",".join(map(value, each)) + "]" if isinstance(each, list) else str(each)
+
+    def members(values: Mapping[str, Any]) -> str:
+        return ",".join(f"{key}:{value(each)}" for key, each in values.items())
+
+    return f"<|tool_call>call:{call.name}{{{members(as_mapping(call))}}}<tool_call|>"
+
+
+def apertus(call: Call, _: int, rng: random.Random) -> str:
+    return f'{{"{call.name}": {to_json(as_mapping(call), rng)}}}'
+
+
+def python_json(call: Call, _: int, rng: random.Random) -> str:
+    """OLMo 3 writes the values as JSON."""
+    return f"{call.name}({', '.join(f'{key}={to_json(value, rng)}' for key, value in as_mapping(call).items())})"
 
 
 def python(call: Call, _: int, rng: random.Random) -> str:
@@ -262,7 +334,29 @@ def tool_call_family(parser: str, write: Callable[[Call, int, random.Random], st
 
 FAMILIES = {
     "hermes": tool_call_family("hermes", around("<tool_call>\n", json_call("arguments"), "\n</tool_call>"), "qwen3"),
-    "qwen3_coder": tool_call_family("qwen3_coder", qwen, "qwen3"),
+    "qwen3_coder": tool_call_family("qwen3_coder", qwen(), "qwen3"),
+    "mimo": tool_call_family("mimo", qwen(line=""), "qwen3"),
+    "seed_oss": Family("seed_oss", one_by_one(qwen("seed:tool_call", "")), "seed_oss", between=True,
+                       own=("<seed:tool_call>", "</seed:tool_call>", "<function=", "<seed:think>")),
+    "hy_v3": Family(
+        "hy_v3", together("<tool_calls:opensource>\n", "\n", "\n</tool_calls:opensource>",
+                          glm("\n", ":opensource", "<tool_sep:opensource>")), "hy_v3", own=(":opensource>",)),
+    "hy_v3_preview": Family(
+        "hy_v3_preview", together("<tool_calls>\n", "\n", "\n</tool_calls>", glm("\n", separator="<tool_sep>")),
+        "glm45", own=("<tool_call",)),
+    "minimax_m2": Family(
+        "minimax_m2", together("<minimax:tool_call>\n", "", "</minimax:tool_call>", invoke), "deepseek_v3",
+        own=("<minimax:tool_call>", "<invoke")),
+    "gemma4": Family("gemma4", together("", "", "", gemma), "gemma4",
+                     own=("<|tool_call>", "<channel|>", "<|channel>thought")),
+    "apertus": Family("apertus", together("<|tools_prefix|>[", ", ", "]<|tools_suffix|>", apertus), "apertus",
+                      own=("<|tools_prefix|>",)),
+    "lfm2": Family("lfm2", together("<|tool_call_start|>[", ", ", "]<|tool_call_end|>", python), "deepseek_v3",
+                   own=("<|tool_call_start|>",)),
+    "olmo3": Family("olmo3", together("<function_calls>\n", "\n", "\n</function_calls>", python_json), "deepseek_v3",
+                    own=("<function_calls>",)),
+    "nemotron_json": Family("nemotron_json", together("<TOOLCALL>[", ", ", "]</TOOLCALL>", json_call("arguments")),
+                            "deepseek_v3", own=("<TOOLCALL>",)),
     "glm45": tool_call_family("glm45", glm("\n"), "glm45"),
     "glm47": tool_call_family("glm45", glm(""), "glm45"),
     "deepseek_v32": Family(
@@ -295,25 +389,48 @@ FAMILIES = {
 
 # --- values that have two readings
 
+_OFFERED = "write|write_closed|now|shell"  # names in TOOLS
 
-def _qwen_ends(text: str, name: str, given: set[str]) -> bool:
+
+def _qwen_ends(text: str, name: str, given: set[str], wrapper: str = "tool_call") -> bool:
     """Return whether a text between Qwen3-Coder's tags contains its own end."""
-    ends = re.search(r"</parameter>\s*(</function>\s*(</tool_call>|<tool_call>|<function=)|</tool_call>)", text)
-    forgotten = re.search(r"\n</function>\s*</tool_call>", text)
+    ends = re.search(rf"</parameter>\s*(</function>\s*(</{wrapper}>|<{wrapper}>|<function=)|</{wrapper}>)", text)
+    another = rf"</(function|{wrapper})>\s*(</{wrapper}>\s*)?(<{wrapper}>\s*)?<function=({_OFFERED})>"
+    forgotten = re.search(rf"\n</function>\s*</{wrapper}>|{another}", text)
     next_keys = re.findall(r"</parameter>\s*<parameter=([^<>\n]+)>", text)
     next_lines = [key for key in re.findall(r"\n<parameter=([^<>\n]+)>", text) if key in WRITE["properties"]]
     return bool(ends or forgotten or any(_may_come(key, name, given) for key in next_keys + next_lines))
 
 
-def _glm_ends(text: str, name: str, given: set[str]) -> bool:
-    keys = re.findall(r"</arg_value>\s*(?:<arg_key>)+([^<\n]+)(?:</arg_key>|<arg_value>)", text)
-    return bool(re.search(r"</arg_value>\s*</tool_call>", text)) or any(_may_come(k, name, given) for k in keys)
+def _glm_ends(text: str, name: str, given: set[str], s: str = "") -> bool:
+    keys = re.findall(rf"</arg_value{s}>\s*(?:<arg_key{s}>)+([^<\n]+)(?:</arg_key{s}>|<arg_value{s}>)", text)
+    another = rf"</tool_call{s}>\s*<tool_call{s}>\s*({_OFFERED})\s*(<arg_key{s}>|<tool_sep{s}>|</tool_call{s}>)"
+    call_ends = re.search(rf"</arg_value{s}>\s*</tool_call{s}>", text) or re.search(another, text)
+    return bool(call_ends) or any(_may_come(key, name, given) for key in keys)
 
 
 def _dsml_ends(text: str, name: str, given: set[str]) -> bool:
     keys = re.findall(r'</｜DSML｜parameter>\s*<｜DSML｜parameter name="([^"<]+)"[^<>]*>', text)
     call_ends = r"</｜DSML｜parameter>\s*</｜DSML｜invoke>\s*(<｜DSML｜invoke|</｜DSML｜(function|tool)_calls>)"
+    call_ends += rf'|</｜DSML｜invoke>\s*<｜DSML｜invoke name="({_OFFERED})"'
     return bool(re.search(call_ends, text)) or any(_may_come(key, name, given) for key in keys)
+
+
+def _invoke_ends(text: str, name: str, given: set[str]) -> bool:
+    keys = re.findall(r'</parameter>\s*<parameter name="([^"<]+)"[^<>]*>', text)
+    call_ends = rf'</parameter>\s*</invoke>\s*(<invoke|</minimax:tool_call>)|</invoke>\s*<invoke name="({_OFFERED})"'
+    return bool(re.search(call_ends, text)) or any(_may_come(key, name, given) for key in keys)
+
+
+def _gemma_ends(value: Any) -> bool:
+    """Return whether a text of a value, or a key in it, contains its own end: keys have neither quotes nor escapes."""
+    if isinstance(value, dict):
+        keys = (":" in key or key != key.strip() or key[:1] in ("}", ",") or '<|"|>' in key or "<tool_call|>" in key
+                for key in value)  # fmt: skip
+        return any(keys) or any(map(_gemma_ends, value.values()))
+    if isinstance(value, list):
+        return any(map(_gemma_ends, value))
+    return isinstance(value, str) and bool(re.search(r'<\|"\|>\s*([,}\]]|$)', value))
 
 
 def _may_come(key: str, name: str, given: set[str]) -> bool:
@@ -334,12 +451,20 @@ AMBIGUOUS = {
     "glm45": _glm_ends,
     "glm47": _glm_ends,
     "deepseek_v32": _dsml_ends,
+    "mimo": _qwen_ends,
+    "seed_oss": partial(_qwen_ends, wrapper="seed:tool_call"),
+    "hy_v3": partial(_glm_ends, s=":opensource"),
+    "hy_v3_preview": _glm_ends,
+    "minimax_m2": _invoke_ends,
 }
-UNTYPED_AS_TEXT = ("qwen3_coder", "glm45", "glm47")  # the others say what is a text
+# the others say what is a text
+UNTYPED_AS_TEXT = ("qwen3_coder", "glm45", "glm47", "mimo", "seed_oss", "hy_v3", "hy_v3_preview", "minimax_m2")
 
 
 def is_ambiguous(family: str, call: Call) -> bool:
     """Return whether a call is in the listed set."""
+    if family == "gemma4":
+        return _gemma_ends(as_mapping(call))
     ends, given = AMBIGUOUS.get(family), set[str]()
     if ends is None:
         return False
@@ -366,6 +491,13 @@ TWO_READINGS = [
     ("glm45", {"any": "1"}, {"any": 1}, ""),
     ("deepseek_v32", {"path": 'a</｜DSML｜parameter>\n<｜DSML｜parameter name="content" string="true">b'},
      {"path": "a", "content": "b"}, ""),
+    ("mimo", {"path": "a</parameter>\n<parameter=content>b"}, {"path": "a", "content": "b"}, ""),
+    ("seed_oss", {"path": "a</parameter>\n<parameter=content>b"}, {"path": "a", "content": "b"}, ""),
+    ("minimax_m2", {"path": 'a</parameter>\n<parameter name="content">b'}, {"path": "a", "content": "b"}, ""),
+    ("hy_v3", {"path": "a</arg_value:opensource>\n<arg_key:opensource>content</arg_key:opensource>\n"
+                       "<arg_value:opensource>b"}, {"path": "a", "content": "b"}, ""),
+    ("gemma4", {"path": 'a<|"|>,content:<|"|>b'}, {"path": "a", "content": "b"}, ""),
+    ("gemma4", {"options": {"a:1,b": 2}}, {"options": {"a": 1, "b": 2}}, ""),
 ]  # fmt: skip
 # for the ends of calls: two calls that are written as one is
 TWO_CALLS = {
@@ -374,4 +506,11 @@ TWO_CALLS = {
     "glm47": "a</arg_value></tool_call>\n<tool_call>write<arg_key>path</arg_key><arg_value>b",
     "deepseek_v32": 'a</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="write">\n'
                     '<｜DSML｜parameter name="path" string="true">b',
+    "mimo": "a</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=write>\n<parameter=path>b",
+    "seed_oss": "a</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=write>\n"
+                "<parameter=path>b",
+    "minimax_m2": 'a</parameter>\n</invoke>\n<invoke name="write">\n<parameter name="path">b',
+    "hy_v3_preview": "a</arg_value>\n</tool_call>\n<tool_call>write<tool_sep>\n<arg_key>path</arg_key>\n"
+                     "<arg_value>b",
+    "gemma4": 'a<|"|>}<tool_call|><|tool_call>call:write{path:<|"|>b',
 }  # fmt: skip

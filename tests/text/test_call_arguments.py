@@ -1,6 +1,7 @@
 """Arguments of calls are JSON in UTF-8, also where a model does not write them so."""
 
 import json
+from typing import Any
 
 import orjson
 import pytest
@@ -96,6 +97,18 @@ def calls_of(family: str, text: str, *, whole: bool = True) -> tuple[str, list[t
     ("deepseek_v32", DSML % '{"path": "a"}'),
     ("hermes", '<tool_call>{"name": "write", "path": "a"}</tool_call>'),
     ("hermes", """<tool_call>{"name": "write", "arguments": "{'path': 'a'}"}</tool_call>"""),
+    ("hermes", '<tool_call>```json\n{"name": "write", "arguments": {"path": "a"}}\n```\n</tool_call>'),
+    ("hermes", '<tool_call>{{"name": "write", "arguments": {"path": "a"}}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "write", "arguments": {"path": "a"</tool_call>'),
+    ("qwen3_coder", QWEN % '{"path": "a"}}'),
+    ("qwen3_coder", QWEN % '{"name": "write", "arguments": {"path": "a"}}'),
+    ("glm45", GLM % '\n{"path": "a"}}'),
+    *((family, f'<tool_call>\n<tool_call>\n{call}\n</tool_call>\n</tool_call>') for family, call in (
+        ("hermes", '{"name": "write", "arguments": {"path": "a"}}'),
+        ("qwen3_coder", "<function=write>\n<parameter=path>\na\n</parameter>\n</function>"),
+        ("glm45", "write<arg_key>path</arg_key><arg_value>a</arg_value>"),
+    )),
+    ("kimi_k2", '<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{"path": "a"<|tool_call_end|>'),
     ("hermes", "<tool_call>{'name': 'write', 'arguments': {'path': 'a'}}</tool_call>"),
 ])  # fmt: skip
 def test_parameters_in_another_form_are_read(family: str, text: str) -> None:
@@ -205,7 +218,8 @@ def test_a_call_that_is_cut_before_its_name_is_text(family: str, text: str) -> N
 
 @pytest.mark.parametrize("value, key, expected", [
     ("['x', None, (1, True)]", "tags", ["x", None, [1, True]]), ("{'a': True}", "options", {"a": True}),
-    ("{'it\\'s': \"q\"}", "options", {"it's": "q"}), ("['x'", "tags", "['x'"), ("['x']", "path", "['x']"),
+    ("{'it\\'s': \"q\"}", "options", {"it's": "q"}), ("{'a', 'b'}", "tags", ["a", "b"]),
+    (r"[r'\d', u'x', 1_000]", "tags", [r"\d", "x", 1000]), ("['x'", "tags", "['x'"), ("['x']", "path", "['x']"),
 ])  # fmt: skip
 @pytest.mark.parametrize("family, call", [
     ("qwen3_coder", QWEN % "<parameter=KEY>\nVALUE\n</parameter>"),
@@ -244,6 +258,11 @@ def test_arguments_written_as_a_python_dict_are_json(call: str) -> None:
     "<arg_key>path</arg_key>a</arg_value>", "<arg_key>path</arg_key></arg_key><arg_value>a</arg_value>",
     "<arg_key><arg_key>path</arg_key>\n<arg_value>a</arg_value>", "<arg_key>path<arg_value>a</arg_value>",
     "path</arg_key><arg_value>a</arg_value>", " path</arg_key><arg_value>a</arg_value>",
+    "<arg_key>path</arg_key>\na</arg_value>\n",
+    "<arg_key>path</arg_key><arg_key>path</arg_key><arg_value>a</arg_value>",
+    "<arg_key>n</arg_key>\n<arg_key>path</arg_key><arg_value>a</arg_value>",
+    "<arg_key>path<arg_key><arg_value>a</arg_value>", "<arg_key>path</arg_value><arg_value>a</arg_value>",
+    "<arg_key>path</arg_key>a",
 ])  # fmt: skip
 def test_glm_leaves_out_tags_or_writes_them_twice(parameters: str) -> None:
     second = "<arg_key>n</arg_key>1</arg_value>"
@@ -253,8 +272,35 @@ def test_glm_leaves_out_tags_or_writes_them_twice(parameters: str) -> None:
     assert calls_of("glm45", "<tool_call>now</arg_value></tool_call>") == ("", [("now", "{}")])
 
 
+@pytest.mark.parametrize("family, begin, call, end", [
+    ("glm45", "", "<tool_call>write<arg_key>KEY</arg_key><arg_value>VALUE</tool_call>", ""),
+    ("glm45", "", "<tool_call>write\n<arg_key>KEY</arg_key>\n<arg_value>VALUE\n</tool_call>\n", ""),
+    ("hy_v3_preview", "<tool_calls>\n", "<tool_call>write<tool_sep>\n<arg_key>KEY</arg_key>\n<arg_value>VALUE"
+     "</tool_call>\n", "</tool_calls>"),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n", '<｜DSML｜invoke name="write">\n<｜DSML｜parameter name="KEY">VALUE'
+     "</｜DSML｜invoke>\n", "</｜DSML｜function_calls>"),
+    ("minimax_m2", "<minimax:tool_call>\n", '<invoke name="write">\n<parameter name="KEY">VALUE</invoke>\n',
+     "</minimax:tool_call>"),
+    ("qwen3_coder", "", "<tool_call>\n<function=write>\n<parameter=KEY>\nVALUE</function>\n</tool_call>\n", ""),
+    ("qwen3_coder", "", "<tool_call>\n<function=write>\n<parameter=KEY>\nVALUE\n</tool_call>\n", ""),
+    ("qwen3_coder", "", "<function=write>\n<parameter=KEY>\nVALUE</function>\n", ""),
+    ("mimo", "", "<tool_call>\n<function=write>\n<parameter=KEY>VALUE</function>\n</tool_call>\n", ""),
+    ("seed_oss", "", "<seed:tool_call>\n<function=write>\n<parameter=KEY>VALUE</function>\n</seed:tool_call>\n", ""),
+])  # fmt: skip
+@pytest.mark.parametrize("key, first, second", [("path", "a", "b"), ("n", 1, 2)])
+def test_a_value_without_its_end_tag_does_not_take_in_the_next_call(
+    family: str, begin: str, call: str, end: str, key: str, first: Any, second: Any
+) -> None:
+    values = [call.replace("KEY", key).replace("VALUE", str(value)) for value in (first, second)]
+    _, calls = calls_of(family, begin + "".join(values) + end)
+    found = [{key: value.strip() if isinstance(value, str) else value} for key, value in
+             (next(iter(json.loads(arguments).items())) for _, arguments in calls)]  # fmt: skip
+    assert found == [{key: first}, {key: second}]
+
+
 WRITE_CALL = '{"name": "write", "arguments": {"path": "a"}}'
 NOW_CALL = '{"name": "now", "arguments": {}}'
+QWEN_CALL, NOW_IN_TAGS = QWEN[12:-13] % "<parameter=path>\na\n</parameter>", "<function=now>\n</function>"
 
 
 @pytest.mark.parametrize("family, text", [
@@ -262,6 +308,11 @@ NOW_CALL = '{"name": "now", "arguments": {}}'
       for family in ("hermes", "qwen3_coder", "glm45")
       for between in ("", "\n", ", ", "}\n") for after in ("", "}", "\n}\n")),
     ("hermes", f"<tool_call>[{WRITE_CALL}}}, {NOW_CALL}]</tool_call>"),
+    *((family, f"<tool_call>{WRITE_CALL}{between}{NOW_IN_TAGS}{after}</tool_call>")
+      for family in ("hermes", "qwen3_coder", "glm45")
+      for between in ("", "\n", "\n}\n") for after in ("", "]", ")\n")),
+    ("hermes", f"<tool_call>{QWEN_CALL}{NOW_IN_TAGS}</tool_call>"),
+    ("hermes", f"<tool_call>{WRITE_CALL}\n<tool_call>\n{NOW_CALL}]</tool_call>"),
     ("granite", f"<|tool_call|>[{WRITE_CALL}}}, {NOW_CALL}}}]"),
     ("granite", f"<|tool_call|>{WRITE_CALL}\n{NOW_CALL}"),
     ("internlm", f"<|action_start|><|plugin|>{WRITE_CALL}{NOW_CALL}}}<|action_end|>"),
@@ -284,6 +335,10 @@ def test_a_second_object_is_a_call_and_braces_too_many_are_none(family: str, tex
     ("functions.write5", "functions.write:5"), ("call00003", "functions.write:0"), ("write", "write"),
     ("functions.write:7", "functions.write:7"), ("Functions-Write-2", "functions.write:2"),
     ("call_0123456789abcdef", "functions.write:0"), ("toolu_01234567", "functions.write:0"),
+    ("call_1_0", "functions.write:0"), ("#1", "functions.write:0"), ("`functions.write:2`", "functions.write:2"),
+    ('"functions.write:1"', "functions.write:1"), ("functions.functions.write:4", "functions.write:4"),
+    ("call_write_1", "functions.write:1"), ("tool_write_6", "functions.write:6"), ("write-call-0", "functions.write:0"),
+    ("functions.write_0:3", "functions.write:3"), ("functions.Write:2", "functions.write:2"),
 ])  # fmt: skip
 def test_kimis_ids_as_clients_change_them(written: str, call_id: str) -> None:
     arguments = '{"path": "a"}'

@@ -195,6 +195,8 @@ def test_hostile_histories_render_with_every_published_template(shared_data: Any
             hostile = [history(call(arguments)) for arguments in BAD_ARGUMENTS]
             hostile += [history(call(id=each)) for each in IDS] + [history({"function": call()["function"]})]
             hostile += [history(call(), content=None), history(call("", id="0"), content=None)]
+            none = ({"tool_calls": None}, {"tool_calls": []})
+            hostile += [[each if "tool_calls" in each else each | other for each in history(call())] for other in none]
             hostile.append(
                 [{k: v for k, v in each.items() if k != "content" or v} for each in history(call(), content="")]
             )

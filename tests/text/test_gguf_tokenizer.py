@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 
 from jaxserve.engine.factory import ServedModel
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.text.tokenizer import Tokenizer
 from tests.conftest import SharedData
@@ -249,7 +250,7 @@ def test_control_tokens_that_end_a_text_are_ends(trained: tokenizers.Tokenizer, 
     tokenizer = Tokenizer.from_directory(write(tmp_path / "m.gguf", values))
     assert [tokenizer.id_to_token(i) for i in tokenizer.eos_token_ids] == ["<|im_end|>", "<|endoftext|>"]
     loaded: Any = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(70000,), vocab_size=tokenizer.vocab_size))
-    served = ServedModel(tmp_path / "m.gguf", loaded, tokenizer, PoolingConfig("last"))
+    served = ServedModel(ModelFiles.open(tmp_path / "m.gguf"), loaded, tokenizer, PoolingConfig("last"))
     assert served.eos_token_ids == tokenizer.eos_token_ids
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from jaxserve.text import tools as tools_package
 from jaxserve.text.events import OutputParser
-from jaxserve.text.output_parser import ParserChoice
+from jaxserve.text.output_parser import REASONING_FAMILIES, ParserChoice
 from jaxserve.text.tools.registry import TOOL_FORMATS
 from tests.text.hostile_calls import (
     FAMILIES,
@@ -35,7 +35,6 @@ from tests.text.whole_outputs import ParsedOutput
 
 MANY = 10_000
 QUICK = 100
-THOUGHTS = {"mistral": ("[THINK]", "[/THINK]"), "granite": ("Here is my thought process:", "Here is my response:")}
 
 
 def thinking_of(family: str, rng: random.Random) -> tuple[str, str]:
@@ -48,8 +47,8 @@ def thinking_of(family: str, rng: random.Random) -> tuple[str, str]:
     thought = thought if not any(mark in thought for mark in marks) else "I think: " + thought.translate(_NO_TAGS)
     if reasoning == "harmony":
         return thought, f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
-    begin, end = THOUGHTS.get(reasoning, ("<think>", "</think>"))
-    return thought, f"{begin}{thought}{end}"
+    tags = REASONING_FAMILIES[reasoning]
+    return thought, f"{tags.start}{thought}{tags.end}"
 
 
 _NO_TAGS = str.maketrans(dict.fromkeys("<[{", "("))
@@ -173,6 +172,19 @@ PIECES = {
     "granite": ["<|tool_call|>", "[", "]", '{"name": "now"', "}", ","],
     "internlm": ["<|action_start|>", "<|plugin|>", '{"name": "now"', "}", "<|action_end|>"],
     "phi4_mini_json": ["functools", "[", "]", '{"name": "now"', "}", ","],
+    "seed_oss": ["<seed:tool_call>", "<function=write>", "<parameter=path>", "</parameter>", "</function>",
+                 "</seed:tool_call>", "\n", "x"],
+    "mimo": ["<tool_call>", "<function=write>", "<parameter=path>", "</parameter>", "</function>", "</tool_call>",
+             "\n", "x"],
+    "hy_v3": ["<tool_calls:opensource>", "<tool_call:opensource>", "write", "<tool_sep:opensource>",
+              "<arg_key:opensource>", "path", "<arg_value:opensource>", "</tool_call:opensource>"],
+    "minimax_m2": ["<minimax:tool_call>", '<invoke name="write">', "\n", "</invoke>", '<parameter name="path">',
+                   "</parameter>", "</minimax:tool_call>"],
+    "gemma4": ["<|tool_call>", "call:write", "{", "path:", '<|"|>', "}", ",", "<tool_call|>"],
+    "apertus": ["<|tools_prefix|>", "[", "]", '{"now": ', "{", "}", "<|tools_suffix|>"],
+    "lfm2": ["<|tool_call_start|>", "[", "now(", ")", "]", "write(path=", "'", "<|tool_call_end|>"],
+    "olmo3": ["<function_calls>", "now(", ")", "\n", "write(path=", '"', "</function_calls>"],
+    "nemotron_json": ["<TOOLCALL>", "[", "]", '{"name": "now"', "}", "</TOOLCALL>"],
     "jamba": ["<tool_calls>", "[", "]", '{"name": "now"', "}", "</tool_calls>"],
     "harmony": ["<|channel|>", "commentary to=functions.now", "<|message|>", "{", "}", "<|call|>", "<|start|>"],
 }  # fmt: skip
@@ -228,25 +240,36 @@ MUTANTS = [
     ("tools/xml.py", 'self._escaped = char == "\\\\"', "self._escaped = False", "glm45"),
     ("tools/xml.py", 'held = "\\n" if self.on_own_lines and piece.endswith("\\n") else ""', 'held = ""',
      "qwen3_coder"),
-    ("tools/xml.py", 'while end != "<arg_value>" and', "while", "glm45"),
+    ("tools/xml.py", "while end != self._value_begin and", "while", "glm45"),
     ("tools/xml.py", "return not self._wrapped or (yield from self._wrapper_ends(again=True))", "return True",
      "qwen3_coder"),
     ("tools/xml.py", 'self.given.add(key)', "pass", "deepseek_v32"),
     ("tools/xml.py", 'if is_text or (is_text is None and types == {"string"}):', "if is_text:", "glm47"),
-    ("tools/xml.py", "return self.reader.ended\n", "return True\n", "glm47"),
+    ("tools/xml.py", "return self.reader.ended or (yield from self._another_call())", "return True", "glm47"),
     ("tools/base.py", "yield from self.reader.accept(\";\", \",\")", "pass", "llama3_json"),
     ("tools/base.py", 'if (yield from self.reader.accept("]")):', 'if (yield from self.reader.accept("}")):',
      "granite"),
     ("tools/kimi.py", "whole = yield from self.json_arguments()", "whole = False", "kimi_k2"),
-    ("reader.py", 'if char == "\\\\" else 0', 'if char == "x" else 0', "hermes"),
+    ("reader.py", "min(end + (2 if", "min(end + (1 if", "hermes"),
     ("reader.py", "return _CONTROL.sub(", "return text + _CONTROL.sub(", "mistral"),
     ("reader.py", "if stack.pop() != char:", "if stack.pop() == char:", "jamba"),
-    ("reader.py", "self._at, self._read = self._holds.pop(), read", "self._holds.pop()", "glm47"),
+    ("reader.py", "self._at = self._holds.pop()", "self._holds.pop()", "glm47"),
     ("reader.py", "self._at -= start", "self._at = 0", "qwen3_coder"),
     ("reader.py", "if open_ends and not self.closed:", "if False:", "internlm"),
     ("tools/literals.py", "out += _ESCAPE.sub(_unescape, match[\"text\"])", "out += match[\"text\"]", "pythonic"),
     ("tools/deepseek.py", 'fenced = yield from self.reader.accept("```json", "```", drop_partial=True)', 'fenced = ""',
      "deepseek_v3"),
+    ("tools/xml.py", "if (yield from self.reader.ahead(self.ends(tag))):", "if True:", "minimax_m2"),
+    ("tools/xml.py", "on_own_lines = False", "on_own_lines = True", "seed_oss"),
+    ("tools/xml.py", "self.call_tags = self.forgotten = (self._end,)", "self.call_tags = ()", "hy_v3"),
+    ("tools/gemma.py", "if (yield from self.reader.ahead(self._ends_text())):", "if True:", "gemma4"),
+    ("tools/gemma.py", "self._write(json.dumps(piece, ensure_ascii=False)[1:-1])", "self._write(piece)", "gemma4"),
+    ("tools/gemma.py", "self._write(before + as_json(text.strip(), types))", "self._write(before + text)", "gemma4"),
+    ("tools/pythonic.py", "while (yield from self._call()):", "if (yield from self._call()):", "lfm2"),
+    ("tools/pythonic.py", 'begin, closing, end = "<function_calls>", "</function_calls>", ""',
+     'begin, closing, end = "<function_calls>", "]", ""', "olmo3"),
+    ("tools/json_tags.py", 'if (yield from self.reader.peek()) != "{":', 'if (yield from self.reader.peek()) == "{":',
+     "apertus"),
     ("tools/mistral.py", "yield from self.reader.accept(ARGS)", "pass", "mistral_named"),
 ]  # fmt: skip
 
@@ -306,7 +329,7 @@ def _forget() -> dict[str, ModuleType]:
 def test_mutants_are_found(file: str, old: str, new: str, family: str) -> None:
     parser = Mutated(Path(tools_package.__path__[0]).parent / file, old, new).parsers()[FAMILIES[family].parser]
     rng = random.Random(family)
-    for _ in range(QUICK * 10):
+    for _ in range(QUICK * 40):
         sample = Sample(family, rng)
         if sample.thought:  # is not read by these parsers
             continue

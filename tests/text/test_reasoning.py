@@ -4,16 +4,22 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
+from jaxserve.api.generate.planner import RenderedChat, after_reasoning
 from jaxserve.errors import ConfigError
 from jaxserve.text.output_parser import REASONING_FAMILIES, ParserChoice, ThinkParser, choose_parsers
 from jaxserve.text.renderer import Renderer
 from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
+from jaxserve.types.sampling import GrammarSpec
 from tests.text import hostile_calls
 from tests.text.whole_outputs import ParsedOutput, parse_whole
 
@@ -73,6 +79,12 @@ CASES = [
     ("deepseek_r1", "<think>\n</think>", "x", None, "x"),
     ("mistral", "", "[THINK]a[/THINK]b", "a", "b"),
     ("kimi", "◁think▷", "a◁/think▷b", "a", "b"),
+    ("gemma4", "<|turn>model\n", "<|channel>thought\nLet me see.\n<channel|>It is 4.", "Let me see.", "It is 4."),
+    ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "It is 4.", None, "It is 4."),
+    ("gemma4", "<|turn>model\n<|channel>thought\n", "a<channel|>b", "a", "b"),
+    ("apertus", "", "<|inner_prefix|>a<|inner_suffix|>b", "a", "b"),
+    ("hy_v3", "<think:opensource>", "a</think:opensource>b", "a", "b"),
+    ("seed_oss", "", "<seed:think>a</seed:think>b", "a", "b"),
 ]
 
 
@@ -140,6 +152,21 @@ OPENINGS += [
     ("mistral", "mistral", ["[TOOL_CALLS] g"], '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'),
     ("mistral", "mistral", ["[TOOL_CALLS]f"], "[TOOL_CALLS]f{}"),
     ("deepseek_v3", "hermes", ["<tool_call>"], CALL),
+    ("seed_oss", "seed_oss", ["<seed:tool_call>"], "<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>"),
+    (
+        *("hy_v3", "hy_v3", ["<tool_calls:opensource> then"]),
+        "<tool_calls:opensource>\n<tool_call:opensource>f<tool_sep:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+    ),
+    (
+        *("deepseek_v3", "minimax_m2", ["<minimax:tool_call>"]),
+        '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+    ),
+    ("gemma4", "gemma4", ["<|tool_call> call"], "<|tool_call>call:f{}<tool_call|>"),
+    ("apertus", "apertus", ["<|tools_prefix|>"], '<|tools_prefix|>[{"f": {}}]<|tools_suffix|>'),
+    ("deepseek_v3", "lfm2", ["<|tool_call_start|>"], "<|tool_call_start|>[f()]<|tool_call_end|>"),
+    ("deepseek_v3", "olmo3", ["<function_calls>", "<function_calls>g("], "<function_calls>\nf()\n</function_calls>"),
+    ("deepseek_v3", "nemotron_json", ["<TOOLCALL>"], '<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>'),
 ]
 
 
@@ -333,6 +360,23 @@ def test_harmony_channels() -> None:
         assert (kept.reasoning, kept.content) == (None, "They ask 2+2.\nEasy.It is 4.")
 
 
+@pytest.mark.parametrize("text, reasoning, content, called", [
+    ("<|channel|>analysis<|message|>Easy.<|channel|>final<|message|>Four.", "Easy.", "Four.", []),
+    ("<|channel|>analysis<|message|>Easy.<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+     "Easy.", None, ["f"]),
+    ("<|channel|>final<|message|>A <|channel|> b.", None, "A <|channel|> b.", []),
+    ('<|channel|>commentary to="functions.f" json<|message|>{}<|call|>', None, None, ["f"]),
+])  # fmt: skip
+def test_harmony_messages_without_an_end_and_recipients_in_quotes(
+    text: str, reasoning: str | None, content: str | None, called: list[str]
+) -> None:
+    choice = choose_parsers(None, tool="openai", reasoning="gpt-oss")
+    for deltas in ([text], list(text)):
+        output = run(choice, deltas, tools=TOOLS)
+        assert (output.reasoning, output.content or None) == (reasoning, content)
+        assert [call.name for call in output.tool_calls] == called
+
+
 def test_harmony_published_stream(shared_data: Any) -> None:
     text = (shared_data / "golden/harmony/test_streamable_parser.txt").read_text()
     for deltas in ([text], list(text)):
@@ -352,6 +396,10 @@ TEMPLATES = {
     "zai-org/GLM-5.1": ("glm45", "glm45"),
     "NousResearch/Hermes-2-Pro-Llama-3-8B (JSON Schema)": ("hermes", None),
     "CohereLabs/command-a-reasoning-08-2025": (None, "cohere"),
+    "Qwen/Qwen3.5-4B": ("qwen3_coder", "qwen3"),
+    "LiquidAI/LFM2.5-VL-450M": ("lfm2", "deepseek_v3"),
+    "openbmb/MiniCPM3-4B": (None, None),
+    "ai21labs/AI21-Jamba-Large-1.6": ("jamba", None),
 }
 
 
@@ -381,6 +429,45 @@ def test_chosen_by_collected_templates(shared_data: Any) -> None:
     assert {name: choose_parsers((folder / name).read_text()).tool for name in FILES} == FILES
 
 
+# family -> how its template writes calls and thinking, and the formats that are chosen
+SIGNS = {
+    "Qwen3, EXAONE 4, ERNIE 4.5, Granite 4, MiMo-7B": ("<tool_call> {\"name\": <think>", "hermes", "qwen3"),
+    "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.7": (
+        "<function=' <parameter=' + args_name + '>\\n' }} <tool_call> <think>", "qwen3_coder", "qwen3"),
+    "MiMo V2": ("<function=' <parameter=' + args_name + '>' }} <tool_call> <think>", "mimo", "qwen3"),
+    "GLM-4.5, 4.6": (
+        "'\\n<tool_call>' + tc.name }}\\n<arg_key>{{ k }}</arg_key>\\n<arg_value> </think>", "glm45", "glm45"),
+    "GLM-4.7, Laguna": ("<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value> <think>", "glm45", "glm45"),
+    "Hy3": ("<tool_calls:opensource> <tool_sep:opensource> <arg_key:opensource> <think:opensource>", "hy_v3", "hy_v3"),
+    "Hy3 preview": ("<tool_calls> <tool_call> <tool_sep> <arg_key> <think>", "hy_v3_preview", "glm45"),
+    "MiniMax M2": ("toolcall_begin_token = '<minimax:tool_call>' <invoke name= <think>", "minimax_m2", "deepseek_v3"),
+    "Kimi K2 to K2.7": ("<|tool_calls_section_begin|> <think></think>", "kimi_k2", "kimi_k2"),
+    "DeepSeek V3, R1, V3.1": ("<｜tool▁calls▁begin｜> </think>", "deepseek_v3", "deepseek_v3"),
+    "Mistral, Ministral 3, Magistral": ("[TOOL_CALLS] [ARGS] [THINK]", "mistral", "mistral"),
+    "Seed-OSS": ("<seed:tool_call> <function= <parameter= <seed:think>", "seed_oss", "seed_oss"),
+    "Gemma 4": ("'<|tool_call>call:' + name <|channel>thought\\n <channel|> <|think|>", "gemma4", "gemma4"),
+    "Apertus": ("<|tools_prefix|>[ <|inner_prefix|>", "apertus", "apertus"),
+    "LFM2": ('"<|tool_call_start|>[" "]<|tool_call_end|>" <think>', "lfm2", "deepseek_v3"),
+    "OLMo 3": ("<function_calls> <functions> <think>", "olmo3", "deepseek_v3"),
+    "Nemotron Nano 2": ("<TOOLCALL>[ </TOOLCALL> <think>", "nemotron_json", "deepseek_v3"),
+    "Granite 3": ("<|tool_call|>[ Here is my thought process:", "granite", "granite"),
+    "Llama 3.x": ("<|python_tag|>", "llama3_json", None),
+    "Llama 4": ("<|python_start|>[func_name1(", "pythonic", None),
+    "gpt-oss": ("<|start|>assistant<|channel|>", "harmony", "harmony"),
+}  # fmt: skip
+
+
+def test_chosen_by_the_signs_of_each_family() -> None:
+    for family, (text, tool, reasoning) in SIGNS.items():
+        assert choose_parsers(text) == ParserChoice(tool, reasoning), family
+
+
+def test_the_table_in_the_docs_is_what_is_chosen() -> None:
+    docs = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    rows = [f"| {family} | {tool} | {reasoning or '-'} |" for family, (_, tool, reasoning) in SIGNS.items()]
+    assert "\n".join(rows) in docs
+
+
 def test_names_of_other_servers() -> None:
     assert choose_parsers(None, tool="qwen25", reasoning="deepseek-r1") == ParserChoice("hermes", "deepseek_r1")
     assert choose_parsers("<tool_call></think>", tool="none", reasoning="none") == ParserChoice()
@@ -402,6 +489,34 @@ def test_special_tokens_that_must_be_seen(shared_data: Any) -> None:
     assert set(visible) <= tokenizer.special_ids
     names = {tokenizer.id_to_token(i) for i in visible}
     assert names == {m for m in choice.markers(tools=True) if tokenizer.token_to_id(m) in tokenizer.special_ids}
+
+
+def gemma_tokenizer() -> Tokenizer:
+    backend = Backend(BPE({char: i for i, char in enumerate("thoug")}, []))
+    backend.add_special_tokens(["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'])
+    return Tokenizer(backend)
+
+
+def test_the_tokens_of_a_tag_of_several_tokens_are_seen() -> None:
+    """Gemma 4 opens its thinking with a special token and a word."""
+    tokenizer, choice = gemma_tokenizer(), ParserChoice("gemma4", "gemma4")
+    for tools, count in ((False, 2), (True, 5)):
+        assert len(set(choice.visible_token_ids(tokenizer, tools=tools))) == count
+
+
+def test_a_constrained_answer_may_come_after_a_tag_of_several_tokens() -> None:
+    tokenizer = gemma_tokenizer()
+    state: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), parsers=ParserChoice("gemma4", "gemma4"))
+    prompt: Any = SimpleNamespace(continued="")
+    spec, model = GrammarSpec(kind="regex", source="a"), "<|turn>model\n"
+    begin, end = (tokenizer.token_to_id(text) for text in ("<|channel>", "<channel|>"))
+    for text, after, unless in (
+        (model, (end,), (begin,)),
+        (f"{model}<|channel>thought\n", (end,), ()),
+        (f"{model}<|channel>thought<channel|>", (), ()),
+    ):  # fmt: skip
+        found = after_reasoning(spec, prompt, RenderedChat([], text), state, off=False)
+        assert (found.begin_after, found.begin_unless) == (after, unless), text
 
 
 def test_prompt_of_a_real_template_opens_or_closes(shared_data: Any, load_renderer: Callable[..., Renderer]) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError, InvalidValueError, ServerError
-from jaxserve.text import template_process
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.renderer import LONG_BYTES, Renderer
 from jaxserve.text.template_process import TemplateProcess
 from jaxserve.text.template_worker import TemplateInput, TemplateSetup
 from jaxserve.text.tokenizer import SpecialTokenEscaper, Tokenizer
+from jaxserve.transport import child_process
 from tests.waiting import LAST_RESORT
 
 DEMO = Path(__file__).parent.parent.parent / "jaxserve" / "assets" / "demo"
@@ -148,7 +148,7 @@ def test_an_exchange_that_breaks_off_leaves_no_answer_to_the_next(monkeypatch: p
     try:
         worker.start()
         with monkeypatch.context() as patch:
-            patch.setattr(template_process, "_receive", interrupted)
+            patch.setattr(child_process, "_receive", interrupted)
             with pytest.raises(MemoryError):
                 worker.render(TemplateInput([{"role": "user", "content": "a secret"}]))
         assert worker.render(TemplateInput([{"role": "user", "content": "another's"}])) == "another's"

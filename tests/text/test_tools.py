@@ -63,8 +63,49 @@ GLM = (
     "<tool_call>now\n</tool_call>"
 )
 
+SEED = (
+    '<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zü"rich\n</parameter>\n<parameter=days>3</parameter>\n'
+    '<parameter=tags>[1, {"a": "]}"}]</parameter>\n</function>\n</seed:tool_call>\n'
+    "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+)
+HY = (
+    "ok<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n<arg_key:opensource>city"
+    '</arg_key:opensource>\n<arg_value:opensource>Zü"rich\n</arg_value:opensource>\n<arg_key:opensource>days'
+    "</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n<arg_key:opensource>tags"
+    '</arg_key:opensource>\n<arg_value:opensource>[1, {"a": "]}"}]</arg_value:opensource>\n</tool_call:opensource>\n'
+    "<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>"
+)
+MINIMAX = (
+    'a\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Zü"rich\n</parameter>\n'
+    '<parameter name="days">3</parameter>\n<parameter name="tags">[1, {"a": "]}"}]</parameter>\n</invoke>\n'
+    '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+)
+Q = '<|"|>'
+GEMMA = (
+    f'a<|tool_call>call:get_weather{{city:{Q}Zü"rich\n{Q},days:3,tags:[1,{{a:{Q}]}}{Q}}}]}}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>"
+)
+
 # family, output, content, calls
 CASES = [
+    ("seed_oss", SEED, None, [WEATHER, NOW]),
+    ("mimo", SEED.replace("seed:", ""), None, [WEATHER, NOW]),
+    ("hy_v3", HY, "ok", [WEATHER, NOW]),
+    ("hy_v3", HY.replace("<tool_sep:opensource>", ""), "ok", [WEATHER, NOW]),
+    ("hy_v3_preview", HY.replace(":opensource", ""), "ok", [WEATHER, NOW]),
+    ("minimax_m2", MINIMAX, "a", [WEATHER, NOW]),
+    ("gemma4", GEMMA, "a", [WEATHER, NOW]),
+    ("gemma4", f"<|tool_call>call:get_weather{{ {Q}city{Q}: Rome, days : 3, zip:None}}<tool_call|>", None,
+     [("get_weather", {"city": "Rome", "days ": 3, "zip": None})]),
+    ("gemma4", f"<|tool_call>call:get_weather{{city:{Q}a {Q}b{Q} c{Q}}}", None,
+     [("get_weather", {"city": f"a {Q}b{Q} c"})]),
+    ("apertus", f'a<|tools_prefix|>[{{"get_weather": {JSON_ARGS}}}, {{"now": {{}}}}]<|tools_suffix|>', "a",
+     [WEATHER, NOW]),
+    ("lfm2", f"a<|tool_call_start|>[get_weather({PYTHON_ARGS}), now()]<|tool_call_end|>", "a", [WEATHER, NOW]),
+    ("olmo3", f"a<function_calls>\nget_weather({PYTHON_ARGS})\nnow()\n</function_calls>", "a", [WEATHER, NOW]),
+    ("olmo3", "<function_calls>\nget_weather(days=3, zip=null)\n</function_calls>b", "b",
+     [("get_weather", {"days": 3, "zip": None})]),
+    ("nemotron_json", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {JSON_ARGS}}}]</TOOLCALL>', None, [WEATHER]),
     ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {JSON_ARGS}}}\n</tool_call>', None, [WEATHER]),
     ("hermes", f'Let me see.\n<tool_call>{{"arguments": {JSON_ARGS}, "name": "get_weather"}}</tool_call>\n'
                '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "Let me see.", [WEATHER, NOW]),
@@ -137,6 +178,13 @@ PLAIN = [
     ("pythonic", "[now(x=open('/etc/passwd').read())]"),
     ("pythonic", "[now(1)]"),
     ("granite", "<|tool_call|>x"),
+    ("gemma4", "<|tool_call>x"),
+    ("gemma4", "<|tool_call>call:now<tool_call|>"),
+    ("minimax_m2", "<minimax:tool_call>x"),
+    ("hy_v3", "<tool_calls:opensource>x"),
+    ("apertus", '<|tools_prefix|>[{"name": "now"}]'),
+    ("lfm2", "<|tool_call_start|>now()"),
+    ("olmo3", "<function_calls>\nunknown()"),
     ("harmony", "no channels"),
     ("harmony", "to=now is a recipient"),
 ]
@@ -197,6 +245,14 @@ UNOFFERED = [
     ("internlm", '<|action_start|><|plugin|>{"name": "nope", "parameters": {}}<|action_end|>'),
     ("phi4_mini_json", 'functools[{"name": "nope", "arguments": {}}]'),
     ("jamba", '<tool_calls>[{"name": "nope", "arguments": {}}]</tool_calls>'),
+    ("seed_oss", "<seed:tool_call>\n<function=nope>\n</function>\n</seed:tool_call>"),
+    ("hy_v3", "<tool_calls:opensource>\n<tool_call:opensource>nope<tool_sep:opensource>\n</tool_call:opensource>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="nope">\n</invoke>\n</minimax:tool_call>'),
+    ("gemma4", "<|tool_call>call:nope{a:1}<tool_call|>"),
+    ("apertus", '<|tools_prefix|>[{"nope": {}}]<|tools_suffix|>'),
+    ("lfm2", "<|tool_call_start|>[nope(x=1)]<|tool_call_end|>"),
+    ("olmo3", "<function_calls>\nnope(x=1)\n</function_calls>"),
+    ("nemotron_json", '<TOOLCALL>[{"name": "nope", "arguments": {}}]</TOOLCALL>'),
     ("harmony", "<|channel|>commentary to=functions.nope <|constrain|>json<|message|>{}"),
 ]  # fmt: skip
 

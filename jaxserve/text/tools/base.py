@@ -235,7 +235,7 @@ def _value(text: str, types: Collection[str]) -> Any:
 
 _JSON_SPACE = " \t\n\r"
 _NO_VALUE = object()
-_BRACKETS = {"[": {"array"}, "(": {"array"}, "{": {"object"}}
+_BRACKETS = {"[": {"array"}, "(": {"array"}, "{": {"object", "array"}}
 _PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
 _KINDS: tuple[tuple[type, set[str]], ...] = (
     (bool, {"boolean"}),
@@ -319,6 +319,7 @@ class ToolParser(ABC):
 
     # texts that the parser must see, even if they are special tokens
     markers: ClassVar[tuple[str, ...]] = ()
+    call_ends: ClassVar[tuple[str, ...]] = ()  # texts that end a call, also one whose brackets the model left open
 
     def __init__(self, tools: ToolSet | None = None) -> None:
         self.tools = tools or ToolSet()
@@ -467,7 +468,7 @@ class ToolParser(ABC):
     def json_arguments(self) -> Reading[bool]:
         """Stream the arguments of the call that was started. Return False if they break off.
 
-        A string is read as the JSON text in it. Brackets that the model left open when it ended itself are closed.
+        A string is read as the JSON text in it. Brackets that the model left open when it ended the call are closed.
         """
         yield from self.reader.space()
         first = yield from self.reader.peek()
@@ -484,10 +485,18 @@ class ToolParser(ABC):
             self.arguments(piece)
 
         whole = yield from self.reader.copy_json(sink)
-        rest = None if whole or not self.ended_itself else json_rest("".join(pieces))
+        is_over = not whole and (self.ended_itself or (yield from self._call_ends()))
+        rest = json_rest("".join(pieces)) if is_over else None
         if rest is not None:
             self.arguments(rest)
         return whole or rest is not None
+
+    def _call_ends(self) -> Reading[bool]:
+        """Look ahead: return whether one of `call_ends` comes next."""
+        if not self.call_ends:
+            return False
+        yield from self.reader.space()
+        return bool((yield from self.reader.ahead(self.reader.accept(*self.call_ends))))
 
     @property
     def ended_itself(self) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
-from jaxserve.text.tools.format import CallFormat, NamedCall, ToolFormat
+from jaxserve.text.tools.format import CallFormat, CallOpening, NamedCall, ToolFormat
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -57,5 +57,9 @@ FORMATS = (
         signs=(_BEGIN,),
         aliases=("deepseekv3", "deepseekv31", "deepseek_v31"),
         variants=(("```json", CallFormat(_FENCED, _BEGIN, "\n", _END, _BEGIN)),),
+        openings=(
+            CallOpening(_BEGIN, (_CALL,)),
+            CallOpening(_CALL, (_SEPARATOR,), named=True, unnamed=(f"function{_SEPARATOR}",)),
+        ),
     ),
 )

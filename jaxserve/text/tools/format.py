@@ -6,8 +6,10 @@ description of the calls into a grammar.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from jaxserve.text.reader import Reading, TextReader
 from jaxserve.text.tools.base import ToolParser
 
 
@@ -52,7 +54,19 @@ class PythonCall:
     """A call written as f(a=1, b="x"), with the parameters in the order of the schema."""
 
 
-Call = JsonCall | NamedCall | TaggedCall | PythonCall
+@dataclass(frozen=True, slots=True)
+class NotedCall:
+    """A call written as before, {a:1,b:<|"|>x<|"|>}, after: keys have no quotes, and texts stand between marks.
+
+    In `before` NAME stands for the tool's name. mark: the mark around texts
+    """
+
+    before: str
+    after: str
+    mark: str
+
+
+Call = JsonCall | NamedCall | TaggedCall | PythonCall | NotedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,32 @@ class CallFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class CallOpening:
+    """How a tool call begins that ends the thinking without its closing tag.
+
+    `marker`, white space, the name of a tool of the request if `named`, white space, and one of `first`; or without a
+    name one of `unnamed`. The marker alone is not enough: a model that thinks about its format writes it too.
+    """
+
+    marker: str
+    first: tuple[str, ...]
+    named: bool = False
+    unnamed: tuple[str, ...] = ()
+
+    def read(self, reader: TextReader, tools: Collection[str]) -> Reading[str]:
+        """Read the opening and return its end; "" if the next text is not one. The text read is remembered."""
+        reader.mark()
+        yield from reader.accept(self.marker)
+        yield from reader.space()
+        if self.named:
+            found = yield from reader.accept(*tools, *self.unnamed)
+            if not found or found in self.unnamed:
+                return found
+            yield from reader.space()
+        return (yield from reader.accept(*self.first))
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A tool format.
 
@@ -80,6 +120,7 @@ class ToolFormat:
     signs: texts of which one in a chat template selects the format
     general: whether templates of other formats may contain the signs too; these formats are tried first
     variants: pairs (text, calls): how calls are written if the chat template contains the text
+    openings: how calls begin that end the thinking without its closing tag
     """
 
     name: str
@@ -89,6 +130,7 @@ class ToolFormat:
     aliases: tuple[str, ...] = ()
     general: bool = False
     variants: tuple[tuple[str, CallFormat], ...] = ()
+    openings: tuple[CallOpening, ...] = ()
 
     def calls_in(self, template: str) -> CallFormat:
         """Return how calls are written with a chat template."""

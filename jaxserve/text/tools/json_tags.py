@@ -1,5 +1,5 @@
-"""Calls as JSON objects between tags: Hermes and Qwen 2.5/3, Granite, InternLM, Phi-4-mini, Jamba and similar
-models.
+"""Calls as JSON objects between tags: Hermes and Qwen 2.5/3, Granite, InternLM, Phi-4-mini, Jamba, Nemotron Nano 2,
+Apertus and similar models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
-from jaxserve.text.tools.format import CallFormat, JsonCall, ToolFormat
+from jaxserve.text.tools.format import CallFormat, CallOpening, JsonCall, NamedCall, ToolFormat
 from jaxserve.text.tools.xml import ToolCallParser
 
 
@@ -68,20 +68,60 @@ class JambaParser(JsonTagParser):
     end = "</tool_calls>"
 
 
+class NemotronParser(JsonTagParser):
+    """<TOOLCALL>[{"name": "f", "arguments": {"x": 1}}, ...]</TOOLCALL>"""
+
+    markers = ("<TOOLCALL>", "</TOOLCALL>")
+    begin = "<TOOLCALL>"
+    end = "</TOOLCALL>"
+
+
+class ApertusParser(JsonTagParser):
+    """<|tools_prefix|>[{"f": {"x": 1}}, ...]<|tools_suffix|>: the name is the key of the arguments."""
+
+    markers = ("<|tools_prefix|>", "<|tools_suffix|>")
+    begin = "<|tools_prefix|>"
+    end = "<|tools_suffix|>"
+
+    def json_call(self) -> Reading[bool]:
+        """Read {"f": {...}}. Return whether a call was started."""
+        if not (yield from self.reader.accept("{")):
+            return False
+        yield from self.reader.space()
+        name = yield from self.reader.json_string()
+        yield from self.reader.space()
+        if name is None or not self.offered(name) or not (yield from self.reader.accept(":")):
+            return False
+        yield from self.reader.space()
+        if (yield from self.reader.peek()) != "{":
+            return False
+        self.start_call(name)
+        whole = yield from self.json_arguments()
+        self.end_call(whole=whole)
+        yield from self.reader.space()
+        yield from self.skip_braces()
+        return True
+
+    def heads(self) -> Iterable[str]:
+        return [f'{each}{{"NAME":' for each in (self.begin, self.begin + "[", ",", "")]
+
+
 FORMATS = (
     ToolFormat(
         "hermes",
         HermesParser,
         CallFormat(JsonCall("arguments", "<tool_call>\n", "\n</tool_call>"), trigger="<tool_call>"),
         signs=("<tool_call>",),
-        aliases=("qwen", "qwen25", "qwen3"),
+        aliases=("qwen", "qwen25", "qwen3", "ernie45", "granite4", "exaone4"),
         general=True,
+        openings=(CallOpening("<tool_call>", ("{", "[{", "<function=")),),
     ),
     ToolFormat(
         "granite",
         GraniteParser,
         CallFormat(JsonCall("arguments"), "<|tool_call|>[", ", ", "]", "<|tool_call|>"),
         signs=("<|tool_call|>",),
+        openings=(CallOpening("<|tool_call|>", ("{", "[{")),),
     ),
     ToolFormat(
         "internlm",
@@ -90,6 +130,7 @@ FORMATS = (
             JsonCall("parameters", "<|action_start|><|plugin|>\n", "<|action_end|>"), trigger="<|action_start|>"
         ),
         signs=("<|action_start|>",),
+        openings=(CallOpening("<|action_start|>", ("<|plugin|>",)),),
     ),
     ToolFormat(
         "phi4_mini_json",
@@ -97,11 +138,32 @@ FORMATS = (
         CallFormat(JsonCall("arguments"), "functools[", ", ", "]", "functools["),
         signs=("functools",),
         aliases=("phi4_mini",),
+        openings=(CallOpening("functools", ("[{",)),),
     ),
     ToolFormat(
         "jamba",
         JambaParser,
         CallFormat(JsonCall("arguments"), "<tool_calls>[", ", ", "]</tool_calls>", "<tool_calls>"),
         signs=("<tool_calls>",),
+        general=True,
+        openings=(CallOpening("<tool_calls>", ("{", "[{")),),
+    ),
+    ToolFormat(
+        "nemotron_json",
+        NemotronParser,
+        CallFormat(JsonCall("arguments"), "<TOOLCALL>[", ", ", "]</TOOLCALL>", "<TOOLCALL>"),
+        signs=("<TOOLCALL>",),
+        aliases=("nemotron_nano_v2",),
+        openings=(CallOpening("<TOOLCALL>", ("{", "[{")),),
+    ),
+    ToolFormat(
+        "apertus",
+        ApertusParser,
+        CallFormat(
+            NamedCall('{"NAME": ', "}"), "<|tools_prefix|>[", ", ", "]<|tools_suffix|>", trigger="<|tools_prefix|>"
+        ),
+        signs=("<|tools_prefix|>",),
+        aliases=("apertus2509",),
+        openings=(CallOpening("<|tools_prefix|>", ("[{", "{")),),
     ),
 )

@@ -9,15 +9,21 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
-from jaxserve.text.tools.format import CallFormat, NamedCall, ToolFormat
+from jaxserve.text.tools.format import CallFormat, CallOpening, NamedCall, ToolFormat
 
 SECTION_BEGIN = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 SECTION_END = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 # ids as clients and other servers change or make them: signs are replaced or lost
-_CHANGED_ID = re.compile(r"(?:functions?[._:/-]?)?(?P<name>.+?)[._:-]?(?P<number>\d*)", re.IGNORECASE)
-_WITHOUT_NAME = re.compile(r"(?:functions?|call|chatcmpl-tool|toolu|tool)?[._:-]*(?:\d+|[0-9a-f-]{8,})?", re.IGNORECASE)
+_CHANGED_ID = re.compile(
+    r"(?:(?:functions?|tools?|calls?)[._:/ -]?)*(?P<name>.+?)(?:[._:-]?calls?)?(?:[._:#-]\d+)*?[._:#-]?(?P<number>\d*)",
+    re.IGNORECASE,
+)
+_WITHOUT_NAME = re.compile(
+    r"(?:functions?|call|chatcmpl-tool|toolu|tool)?[._:#-]*(?:\d+(?:[._:-]\d+)*|[0-9a-f-]{8,})?", re.IGNORECASE
+)
+_QUOTES = " \t\r\n`'\""
 _MAX_DIGITS = 9  # digits of the number of a call
 _SIGNS = re.compile(r"[^0-9a-z]")
 
@@ -26,6 +32,7 @@ class KimiParser(ToolParser):
     """BEGIN functions.f:0 ARGUMENTS {"x": 1} END; the id is the model's own, as its template wants it back."""
 
     markers: ClassVar[tuple[str, ...]] = (*SECTION_BEGIN, *SECTION_END, CALL_BEGIN, ARGUMENTS, CALL_END)
+    call_ends = (CALL_END, *SECTION_END)
 
     def _calls(self) -> Reading[None]:
         yield from self.sections(SECTION_BEGIN, CALL_BEGIN, self._call, SECTION_END)
@@ -38,7 +45,7 @@ class KimiParser(ToolParser):
         written, end = yield from self.reader.until(ARGUMENTS)
         if not end:
             return False
-        call_id = written.strip()
+        call_id = written.strip(_QUOTES)
         name = self._named(call_id)
         if name is None and _WITHOUT_NAME.fullmatch(call_id):
             return (yield from self._unnamed())
@@ -106,5 +113,6 @@ FORMATS = (
         ),
         signs=(SECTION_BEGIN[0],),
         aliases=("kimi",),
+        openings=tuple(CallOpening(section, (CALL_BEGIN,)) for section in SECTION_BEGIN),
     ),
 )

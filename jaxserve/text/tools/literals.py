@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_NUMBER = re.compile(r"[+-]?(?:0[xX][0-9a-fA-F]{1,16}|(?:\d{1,300}\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?)")
+_NUMBER = re.compile(r"[+-]?(?:0[xX][0-9a-fA-F]{1,16}|(?:\d{1,300}(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?)")
 _STRING = re.compile(r"""(?P<q>'''|\"\"\"|'|")(?P<text>(?:\\.|(?!(?P=q))[^\\])*)(?P=q)""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _SIMPLE_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v", "\n": ""}
@@ -61,16 +61,16 @@ def arguments_so_far(text: str) -> str | None:
 def parse_literal(text: str) -> Any:
     """Return the value of one literal. Raises ValueError if the text is anything else."""
     try:
-        return _Literals(text).only_value()
+        return _Literals(text, sets=True).only_value()
     except (RecursionError, OverflowError) as error:
         raise ValueError(str(error)) from error
 
 
 class _Literals:
-    """Recursive descent over Python's literals (and JSON's words)."""
+    """Recursive descent over Python's literals (and JSON's words). sets: read sets too, as lists"""
 
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+    def __init__(self, text: str, *, sets: bool = False) -> None:
+        self.text, self.at, self._sets = text, 0, sets
 
     def keywords(self) -> dict[str, Any]:
         """Parse keyword arguments. Raises ValueError if the text is anything else."""
@@ -102,6 +102,9 @@ class _Literals:
             return self._sequence(depth, "]" if char == "[" else ")")
         if char in ("'", '"'):
             return self._strings()
+        if char in "uUrR" and self.text[self.at + 1 : self.at + 2] in ("'", '"'):
+            self.at += 1
+            return self._raw_string() if char in "rR" else self._strings()
         if char.isalpha():
             word = self._match(_NAME)
             if word not in _WORDS:
@@ -110,13 +113,20 @@ class _Literals:
         return self._number()
 
     def _number(self) -> int | float:
-        text = self._match(_NUMBER)
+        text = self._match(_NUMBER).replace("_", "")
         if "x" in text.lower():
             return int(text, 16)
         value = float(text)
         if value in (float("inf"), float("-inf")):
             raise ValueError("number too large")
         return value if any(char in ".eE" for char in text) else int(text)
+
+    def _raw_string(self) -> str:
+        match = _STRING.match(self.text, self.at)
+        if match is None:
+            raise ValueError("unfinished string")
+        self.at = match.end()
+        return match["text"]
 
     def _strings(self) -> str:
         """Parse one string, or several written side by side."""
@@ -140,11 +150,17 @@ class _Literals:
                 break
         return items
 
-    def _dict(self, depth: int) -> dict[str, Any]:
+    def _dict(self, depth: int) -> dict[str, Any] | list[Any]:
+        """Parse a dict, or a set, which becomes a list."""
+        start = self.at
         self.at += 1
         items: dict[str, Any] = {}
         while not self._take("}"):
             key = self.value(depth + 1)
+            self._space()
+            if self._sets and not items and not self.text.startswith(":", self.at):
+                self.at = start
+                return self._sequence(depth, "}")
             self._expect(":")
             items[key if isinstance(key, str) else json.dumps(key)] = self.value(depth + 1)
             if not self._take(","):

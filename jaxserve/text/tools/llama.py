@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
-from jaxserve.text.tools.format import CallFormat, JsonCall, ToolFormat
+from jaxserve.text.tools.format import CallFormat, CallOpening, JsonCall, ToolFormat
 
 
 class LlamaJsonParser(ToolParser):
@@ -46,6 +46,7 @@ FORMATS = (
         signs=("<|python_tag|>", '{"name": function name, "parameters"'),
         aliases=("llama3", "llama4", "llama4_json"),
         general=True,
+        openings=(CallOpening("<|python_tag|>", ("{", "[{")),),
     ),
     # for models without a format: calls as plain JSON, which the grammar enforces
     ToolFormat("json", LlamaJsonParser, CallFormat(JsonCall("parameters"), "[", ", ", "]")),

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
-from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, ToolFormat
+from jaxserve.text.tools.format import CallFormat, CallOpening, JsonCall, NamedCall, ToolFormat
 
 TAG, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -62,5 +62,6 @@ FORMATS = (
         CallFormat(JsonCall("arguments"), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
         signs=("[TOOL_CALLS]",),
         variants=(("[ARGS]", CallFormat(NamedCall("[TOOL_CALLS]NAME[ARGS]"), separator="", trigger="[TOOL_CALLS]")),),
+        openings=(CallOpening(TAG, ("{", ARGS, CALL_ID), named=True, unnamed=('{"', "{ ", "{\n", "[{")),),
     ),
 )

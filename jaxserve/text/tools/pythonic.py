@@ -1,4 +1,4 @@
-"""Calls as a Python list of calls: Llama 3.2 and 4, ToolACE, OLMo 3."""
+"""Calls written as in Python: Llama 3.2 and 4, ToolACE, LFM2, OLMo 3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading, json_rest
 from jaxserve.text.tools.base import ToolParser
-from jaxserve.text.tools.format import CallFormat, PythonCall, ToolFormat
+from jaxserve.text.tools.format import CallFormat, CallOpening, PythonCall, ToolFormat
 from jaxserve.text.tools.literals import arguments_so_far, parse_arguments
 
 _CALL_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]{0,127})\s*")
@@ -24,6 +24,8 @@ class PythonicParser(ToolParser):
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
+    closing: ClassVar[str] = "]"  # behind the last call
+    end: ClassVar[str] = "<|python_end|>"
 
     def _calls(self) -> Reading[None]:
         self.reader.mark()
@@ -41,9 +43,9 @@ class PythonicParser(ToolParser):
         while (yield from self._call()):
             self.reader.mark()
             yield from self.reader.space()
-            if (yield from self.reader.accept("]")):
+            if (yield from self.reader.accept(self.closing, drop_partial=True)) or self.reader.ended:
                 yield from self.reader.space()
-                yield from self.reader.accept("<|python_end|>", drop_partial=True)
+                yield from self.reader.accept(self.end, drop_partial=True)
                 self.reader.mark()
                 return
             yield from self.reader.accept(",")
@@ -108,12 +110,68 @@ class PythonicParser(ToolParser):
             pieces.append(self.reader.take_one())
 
 
+class TaggedPythonicParser(PythonicParser):
+    """Calls as PythonicParser reads them, behind a tag. Text may stand before it.
+
+    begin: the tag; opening: what stands between the tag and the first call
+    """
+
+    begin: ClassVar[str]
+    opening: ClassVar[str] = ""
+
+    def _calls(self) -> Reading[None]:
+        while (yield from self.content_until(self.begin)):
+            yield from self.reader.space()
+            if self.opening and not (yield from self.reader.accept(self.opening)):
+                self.give_up()
+                continue
+            yield from self.reader.space()
+            yield from self._list()
+            self.give_up()
+
+    def heads(self) -> Iterable[str]:
+        return f"{self.begin}{self.opening}NAME(", ",NAME(", "NAME("
+
+
+class Lfm2Parser(TaggedPythonicParser):
+    """<|tool_call_start|>[f(x=1, y="a"), g()]<|tool_call_end|>"""
+
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+    begin, opening, end = "<|tool_call_start|>", "[", "<|tool_call_end|>"
+
+
+class Olmo3Parser(TaggedPythonicParser):
+    """<function_calls>
+    f(x=1, y="a")
+    g()
+    </function_calls>
+    """
+
+    markers = ("<function_calls>", "</function_calls>")
+    begin, closing, end = "<function_calls>", "</function_calls>", ""
+
+
 FORMATS = (
+    ToolFormat(
+        "lfm2",
+        Lfm2Parser,
+        CallFormat(PythonCall(), "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", trigger="<|tool_call_start|>"),
+        signs=("<|tool_call_start|>[", "<|tool_list_start|>"),
+        openings=(CallOpening("<|tool_call_start|>", ("[",)),),
+    ),
+    ToolFormat(
+        "olmo3",
+        Olmo3Parser,
+        CallFormat(PythonCall(), "<function_calls>\n", "\n", "\n</function_calls>", trigger="<function_calls>"),
+        signs=("<function_calls>",),
+        openings=(CallOpening("<function_calls>", ("(",), named=True),),
+    ),
     ToolFormat(
         "pythonic",
         PythonicParser,
         CallFormat(PythonCall(), "[", ", ", "]"),
         signs=("<|python_start|>", "[func_name1("),
-        aliases=("llama4_pythonic", "toolace", "olmo3"),
+        aliases=("llama4_pythonic", "toolace"),
+        openings=(CallOpening("<|python_start|>", ("[",)),),
     ),
 )

@@ -1,4 +1,5 @@
-"""Calls whose parameters are plain text between tags: Qwen3-Coder, GLM 4.5 and later, DeepSeek V3.2 and later.
+"""Calls whose parameters are plain text between tags: Qwen3-Coder, Seed-OSS, MiMo, GLM 4.5 and later, Hy3, MiniMax M2,
+DeepSeek V3.2 and later.
 
 The arguments are made into JSON while they stream. A parameter that the tool's schema declares a string is sent as it
 comes, any other when it is complete.
@@ -10,6 +11,7 @@ of the output. A text that contains all of that cannot be told from the end of a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -18,9 +20,10 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading, json_rest
 from jaxserve.text.tools.base import ToolParser, as_json, is_of, is_value
-from jaxserve.text.tools.format import CallFormat, TaggedCall, ToolFormat
+from jaxserve.text.tools.format import CallFormat, CallOpening, TaggedCall, ToolFormat
 
 _MAX_KEY = 256
+MAX_STRAY = 8  # signs behind a call that are dropped
 _NOT_IN_KEYS = ("<", "\n")
 
 
@@ -34,11 +37,11 @@ class Parameters(ABC):
     on_own_lines: a text has a line break at each end that does not belong to it
     """
 
-    opening: ClassVar[str]
-    closing: ClassVar[str]
-    call_tags: ClassVar[tuple[str, ...]]
-    forgotten: ClassVar[tuple[str, ...]] = ()
-    on_own_lines: ClassVar[bool] = False
+    opening: str
+    closing: str
+    call_tags: tuple[str, ...]
+    forgotten: tuple[str, ...] = ()
+    on_own_lines: bool = False
 
     def __init__(self, parser: ToolParser, name: str) -> None:
         self.parser, self.reader, self.name = parser, parser.reader, name
@@ -100,14 +103,24 @@ class Parameters(ABC):
             if rest is None:
                 return False
             text, whole = text + rest, True
-        yield from self.reader.space()
+        yield from self.parser.skip_braces()
         ends = (yield from self.reader.ahead(self.reader.accept(*self.call_tags))) or self.reader.ended
         if not ends or (whole and json_rest(text) != ""):
             return False
         self.parser.start_call(self.name)
-        self.parser.arguments(text)
+        self.parser.arguments(self._unwrapped(text))
         self.parser.end_call(whole=whole)
         return True
+
+    def _unwrapped(self, text: str) -> str:
+        """Return the arguments if the text is the whole call in JSON, with its name; else the text."""
+        with contextlib.suppress(ValueError, RecursionError):
+            call = json.loads(text)
+            for key in ("arguments", "parameters"):
+                is_call = call.keys() == {"name", key} and call["name"] == self.name and isinstance(call[key], dict)
+                if is_call and not self.parser.tools.declares(self.name, key):
+                    return json.dumps(call[key], ensure_ascii=False)
+        return text
 
     def _parameter(self, key: str, is_text: bool | None) -> Reading[bool]:
         """Send one parameter after its opening tag. Return False if it was cut off. A repeated name is skipped."""
@@ -223,17 +236,18 @@ class QwenParameters(Parameters):
     1
     </parameter></function></tool_call>
 
-    wrapped: the call began with <tool_call>
+    begin, end: the tags around a call, <tool_call> and </tool_call>. wrapped: the call began with `begin`
     """
 
     opening, closing = "<parameter=", "</parameter>"
-    call_tags = ("</function>", "</tool_call>")
-    forgotten = ("\n<parameter=", "\n</function>")
-    on_own_lines = True
 
-    def __init__(self, parser: ToolParser, name: str, *, wrapped: bool) -> None:
+    def __init__(
+        self, parser: ToolParser, name: str, begin: str, end: str, *, wrapped: bool, on_own_lines: bool
+    ) -> None:
         super().__init__(parser, name)
-        self._wrapped = wrapped
+        self.call_tags, self.on_own_lines = ("</function>", end), on_own_lines
+        self.forgotten = ("\n<parameter=", "\n</function>", *self.call_tags)
+        self._begin, self._end, self._wrapped = begin, end, wrapped
 
     def key(self) -> Reading[tuple[str, bool | None]]:
         key, end = yield from self.reader.until(">", *_NOT_IN_KEYS, limit=_MAX_KEY)
@@ -247,6 +261,9 @@ class QwenParameters(Parameters):
         yield from self.reader.layout()
         if tag == "\n</function>":
             return (yield from self._wrapper_ends())
+        if tag in self.call_tags:
+            yield from self.reader.accept(self._end)
+            return (yield from self._another_call())
         if (yield from self.reader.accept(self.opening, drop_partial=True)):
             key, _ = yield from self.key()
             return self.reader.ended or self._may_come(key)
@@ -258,28 +275,82 @@ class QwenParameters(Parameters):
             return not self._wrapped or (yield from self._wrapper_ends(again=True))
         return (yield from self._wrapper_ends())
 
+    def _another_call(self) -> Reading[bool]:
+        """Return whether a call of an offered tool or the end comes next, after a value without its own tag."""
+        yield from self.reader.layout()
+        yield from self.reader.accept(self._begin, drop_partial=True)
+        yield from self.reader.layout()
+        if not (yield from self.reader.accept("<function=", drop_partial=True)):
+            return self.reader.ended
+        name, end = yield from self.reader.until(">", *_NOT_IN_KEYS, limit=_MAX_KEY)
+        return name.strip().strip("\"'") in self.parser.tools if end == ">" else self.reader.ended
+
     def _wrapper_ends(self, *, again: bool = False) -> Reading[bool]:
         """Return whether </tool_call> or the end comes next. again: the next call counts too"""
-        others = ("<tool_call>", "<function=") if again else ()
-        return bool((yield from self.reader.accept("</tool_call>", *others, drop_partial=True))) or self.reader.ended
+        others = (self._begin, "<function=") if again else ()
+        return bool((yield from self.reader.accept(self._end, *others, drop_partial=True))) or self.reader.ended
 
 
 class GlmParameters(Parameters):
-    """<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks."""
+    """<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks.
 
-    opening, closing = "<arg_key>", "</arg_value>"
-    call_tags = forgotten = ("</tool_call>",)
+    suffix: what Hy3 writes at the end of each tag's name
+    """
+
+    def __init__(self, parser: ToolParser, name: str, suffix: str = "") -> None:
+        super().__init__(parser, name)
+        self.opening, self._key_end = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
+        self._value_begin, self.closing = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
+        self._begin, self._end = f"<tool_call{suffix}>", f"</tool_call{suffix}>"
+        self._section_end = f"</tool_calls{suffix}>"
+        self._after_name = (self.opening, f"<tool_sep{suffix}>", self._end)
+        self.call_tags = self.forgotten = (self._end,)
 
     def key(self) -> Reading[tuple[str, bool | None]]:
-        """Read a key, see Parameters. The model may write tags twice and leave out <arg_value>."""
+        """Read a key, see Parameters. The model may write tags or the whole key twice, and leave out <arg_value>.
+
+        A value without <arg_value> may also lack its end tag: then the next key of the schema ends it.
+        """
+        key, has_begin = yield from self._key()
+        while not has_begin and (yield from self.reader.ahead(self._another_key())):
+            yield from self.reader.layout()
+            yield from self.reader.accept(self.opening)
+            key, has_begin = yield from self._key()
+        self.forgotten = (self._end,) if has_begin else (self._end, self.opening)
+        if not has_begin:
+            yield from self.reader.layout()
+        return key, None
+
+    def _key(self) -> Reading[tuple[str, bool]]:
+        """Read a key after its opening tag. Returns it, and whether <arg_value> followed."""
         while (yield from self.reader.accept(self.opening)):
             pass
         key, _ = yield from self.reader.until(*_NOT_IN_KEYS, limit=_MAX_KEY, take=False)
-        end = yield from self.reader.accept("</arg_key>", "<arg_value>", drop_partial=True)
-        if end == "</arg_key>":
-            while end != "<arg_value>" and (yield from self.reader.ahead(self._tag())):
+        end = yield from self.reader.accept(self._key_end, self._value_begin, drop_partial=True)
+        if not end and (yield from self.reader.ahead(self._wrong_end())):
+            yield from self._wrong_end()
+            return key.strip(), True
+        if end == self._key_end:
+            while end != self._value_begin and (yield from self.reader.ahead(self._tag())):
                 end = yield from self._tag()
-        return (key.strip() if end else ""), None
+        return (key.strip() if end else ""), end == self._value_begin
+
+    def _wrong_end(self) -> Reading[bool]:
+        """Take another tag in place of </arg_key>. Return whether <arg_value> follows it."""
+        found = yield from self.reader.accept(self.opening, self.closing)
+        yield from self.reader.layout()
+        return bool(found and (yield from self.reader.accept(self._value_begin)))
+
+    def _another_key(self) -> Reading[bool]:
+        """Return whether another key of the tool comes next, in place of a value."""
+        yield from self.reader.layout()
+        if not (yield from self.reader.accept(self.opening)):
+            return False
+        key, _ = yield from self._key()
+        return self._is_open(key)
+
+    def _is_open(self, key: str) -> bool:
+        return key not in self.given and self.parser.tools.declares(self.name, key)
 
     def _tag(self) -> Reading[str]:
         """Take one more tag between a name and its value and return it; "" if there is none.
@@ -287,50 +358,83 @@ class GlmParameters(Parameters):
         At the end of the text a part of <arg_value> counts as all of it.
         """
         yield from self.reader.layout()
-        found = yield from self.reader.accept("</arg_key>", "<arg_value>", drop_partial=True)
-        return found or ("<arg_value>" if self.reader.ended else "")
+        found = yield from self.reader.accept(self._key_end, self._value_begin, drop_partial=True)
+        return found or (self._value_begin if self.reader.ended else "")
 
     def ends(self, tag: str) -> Reading[bool]:
         yield from self.reader.accept(tag)
         yield from self.reader.layout()
-        if tag == "</tool_call>":
-            return self.reader.ended
+        if tag == self._end:
+            return self.reader.ended or (yield from self._another_call())
+        if tag == self.opening:
+            key, _ = yield from self._key()
+            return self._is_open(key)
         if (yield from self.reader.accept(self.opening, drop_partial=True)):
-            key, _ = yield from self.key()
+            key, _ = yield from self._key()
             return self.reader.ended or self._may_come(key)
         return (yield from self._call_ends())
 
     def _call_ends(self) -> Reading[bool]:
-        return bool((yield from self.reader.accept("</tool_call>", drop_partial=True))) or self.reader.ended
+        return bool((yield from self.reader.accept(self._end, drop_partial=True))) or self.reader.ended
+
+    def _another_call(self) -> Reading[bool]:
+        """Return whether a call of an offered tool or the end comes next, after a value without its own tag."""
+        if (yield from self.reader.accept(self._section_end, drop_partial=True)):
+            yield from self.reader.layout()
+            return self.reader.ended
+        begun = yield from self.reader.accept(self._begin, drop_partial=True)
+        if not begun or self.reader.ended:
+            return self.reader.ended
+        name, end = yield from self.reader.until(*self._after_name, limit=_MAX_KEY, take=False)
+        name, tools = name.strip(), self.parser.tools
+        return name in tools if end else self.reader.ended and any(each.startswith(name) for each in tools.names)
 
 
 _DSML = "｜DSML｜"
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
-class DsmlParameters(Parameters):
-    """<｜DSML｜parameter name="x" string="true">1</｜DSML｜parameter></｜DSML｜invoke>"""
+class InvokeParameters(Parameters):
+    """<parameter name="x">1</parameter></invoke>
 
-    opening, closing = f"<{_DSML}parameter", f"</{_DSML}parameter>"
-    call_tags = (f"</{_DSML}invoke>",)
+    prefix: what stands before the names of these tags. sections: names of the tags around calls
+    """
+
+    def __init__(self, parser: ToolParser, name: str, prefix: str, sections: tuple[str, ...]) -> None:
+        super().__init__(parser, name)
+        self.opening, self.closing = f"<{prefix}parameter", f"</{prefix}parameter>"
+        self._end = f"</{prefix}invoke>"
+        self.call_tags = self.forgotten = (self._end,)
+        self._begin = f"<{prefix}invoke"
+        self._behind = (self._begin, *(f"</{section}>" for section in sections))
 
     def key(self) -> Reading[tuple[str, bool | None]]:
+        """Read a key, see Parameters. DeepSeek says in an attribute whether the value is a text."""
         attributes = yield from read_attributes(self.parser)
         return attributes.get("name", ""), {"true": True, "false": False}.get(attributes.get("string", ""))
 
     def ends(self, tag: str) -> Reading[bool]:
         yield from self.reader.accept(tag)
         yield from self.reader.layout()
+        if tag == self._end:
+            return (yield from self._another_call())
         if (yield from self.reader.accept(self.opening, drop_partial=True)):
             key, _ = yield from self.key()
             return self.reader.ended or self._may_come(key)
         return (yield from self._call_ends())
 
+    def _another_call(self) -> Reading[bool]:
+        """Return whether a call of an offered tool or the model's end comes next, after a value without its own tag."""
+        if (yield from self.reader.accept(*self._behind)) == self._begin:
+            name = (yield from read_attributes(self.parser)).get("name")
+            return name in self.parser.tools if name is not None else self.reader.ended
+        yield from self.reader.layout()
+        return self.reader.ended and not self.parser.was_cut
+
     def _call_ends(self) -> Reading[bool]:
-        if (yield from self.reader.accept(f"</{_DSML}invoke>", drop_partial=True)):
+        if (yield from self.reader.accept(self._end, drop_partial=True)):
             yield from self.reader.layout()
-            ends = (f"<{_DSML}invoke", f"</{_DSML}function_calls>", f"</{_DSML}tool_calls>")
-            return bool((yield from self.reader.accept(*ends, drop_partial=True))) or self.reader.ended
+            return bool((yield from self.reader.accept(*self._behind, drop_partial=True))) or self.reader.ended
         return self.reader.ended
 
 
@@ -348,13 +452,17 @@ class ToolCallParser(ToolParser):
     <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>
 
     named_only: a call may be only the name of a tool
+    on_own_lines: a value in the second form has a line break at each end that does not belong to it
     """
 
-    BEGIN, END = "<tool_call>", "</tool_call>"
-    FUNCTION = "<function="
+    BEGIN: ClassVar[str] = "<tool_call>"
+    END: ClassVar[str] = "</tool_call>"
+    FUNCTION: ClassVar[str] = "<function="
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
+    call_ends: ClassVar[tuple[str, ...]] = (END,)
     bare: ClassVar[tuple[str, ...]] = ()  # texts that begin a call without <tool_call>
     named_only: ClassVar[bool] = False
+    on_own_lines: ClassVar[bool] = True
 
     def _calls(self) -> Reading[None]:
         is_text = True  # an end tag that comes next belongs to the text
@@ -368,12 +476,31 @@ class ToolCallParser(ToolParser):
             self.reader.unmark()
 
     def _wrapped(self) -> Reading[bool]:
+        """Read the calls after <tool_call>, which may be there twice. Each may have its own form."""
         yield from self.reader.space()
+        while (yield from self.reader.accept(self.BEGIN)):
+            yield from self.reader.space()
+        if (yield from self.reader.accept("```json", "```")):
+            yield from self.reader.space()
+        started = yield from self._any_form()
+        while started and (yield from self.reader.ahead(self._another())):
+            self.reader.mark()
+            yield from self.reader.space()
+            if not (yield from self._any_form()):
+                self.give_up()
+                break
+        if started and (yield from self.reader.ahead(self._stray())):
+            yield from self._stray()
+        return started
+
+    def _any_form(self) -> Reading[bool]:
         first = yield from self.reader.peek()
         if first == "[":
             yield from self.reader.accept(first)
             started = yield from self.json_call_list()
         elif first == "{":
+            if (yield from self.reader.accept("{{")):
+                self.reader.put_back("{")
             started = yield from self.json_calls(self.END)
         elif first == "<":
             found = yield from self.reader.accept(self.FUNCTION, drop_partial=True)
@@ -383,6 +510,19 @@ class ToolCallParser(ToolParser):
         if started:
             yield from self._end(self.END)
         return started
+
+    def _another(self) -> Reading[bool]:
+        """Return whether another call in tags comes next, before the end of this one."""
+        yield from self.reader.layout()
+        return bool((yield from self.reader.accept(self.FUNCTION)))
+
+    def _stray(self) -> Reading[bool]:
+        """Take brackets and quotes that the model wrote behind a call. Return whether the end tag follows them."""
+        for _ in range(MAX_STRAY):
+            yield from self.reader.layout()
+            if not (yield from self.reader.accept("]", ")", "}", '"', "`")):
+                break
+        return bool((yield from self.reader.accept(self.END, drop_partial=True)))
 
     def heads(self) -> Iterable[str]:
         call = f"{self.FUNCTION}NAME></function>{self.END}", f"{self.FUNCTION}NAME><parameter="
@@ -398,7 +538,10 @@ class ToolCallParser(ToolParser):
     def _function(self, *, wrapped: bool) -> Reading[bool]:
         name, end = yield from self.reader.until(">")
         name = name.strip().strip("\"'")
-        if not end or not self.offered(name) or not (yield from QwenParameters(self, name, wrapped=wrapped).read()):
+        if not end or not self.offered(name):
+            return False
+        parameters = QwenParameters(self, name, self.BEGIN, self.END, wrapped=wrapped, on_own_lines=self.on_own_lines)
+        if not (yield from parameters.read()):
             return False
         yield from self._end("</function>", self.END)
         return True
@@ -439,65 +582,186 @@ class GlmParser(ToolCallParser):
     named_only = True
 
 
-class DsmlParser(ToolParser):
-    """DeepSeek V3.2: <｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">..."""
+class SeedParser(Qwen3CoderParser):
+    """<seed:tool_call><function=f><parameter=x>1</parameter></function></seed:tool_call>; a value has no own lines."""
 
-    BEGIN = (f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>")
-    markers: ClassVar[tuple[str, ...]] = (_DSML,)
+    BEGIN, END = "<seed:tool_call>", "</seed:tool_call>"
+    markers = (BEGIN, END)
+    call_ends = (END,)
+    on_own_lines = False
+
+
+class MimoParser(Qwen3CoderParser):
+    """As Qwen3-Coder writes calls, but a value is kept as it is, with its line breaks."""
+
+    on_own_lines = False
+
+
+class HyParser(ToolParser):
+    """<tool_calls><tool_call>f<tool_sep><arg_key>x</arg_key><arg_value>1</arg_value></tool_call></tool_calls>
+
+    suffix: what stands at the end of each tag's name
+    """
+
+    suffix: ClassVar[str] = ":opensource"
+    names: ClassVar[tuple[str, ...]] = ("tool_calls", "tool_call", "arg_key", "arg_value")
+    markers = ("<tool_sep:opensource>", *(f"{end}{name}:opensource>" for name in names for end in ("<", "</")))
 
     def _calls(self) -> Reading[None]:
-        ends = [tag.replace("<", "</") for tag in self.BEGIN]
-        yield from self.sections(self.BEGIN, f"<{_DSML}invoke", self._invoke, ends)
+        begin, call, end = (f"<{name}{self.suffix}>" for name in ("tool_calls", "tool_call", "/tool_calls"))
+        yield from self.sections((begin,), call, self._call, (end,))
 
     def heads(self) -> Iterable[str]:
-        calls = (f'<{_DSML}invokename="NAME">{after}' for after in (f"</{_DSML}invoke>", f"<{_DSML}parameter"))
-        return [begin + call for call in calls for begin in ("", *self.BEGIN)]
+        s = self.suffix
+        calls = [f"<tool_call{s}>NAME{end}" for end in (f"<tool_sep{s}>", f"<arg_key{s}>", f"</tool_call{s}>")]
+        return [begin + call for call in calls for begin in ("", f"<tool_calls{s}>")]
+
+    def _call(self) -> Reading[bool]:
+        separator, end = f"<tool_sep{self.suffix}>", f"</tool_call{self.suffix}>"
+        name, found = yield from self.reader.until(separator, f"<arg_key{self.suffix}>", end, take=False)
+        if not found or not self.offered(name.strip()):
+            return False
+        yield from self.reader.accept(separator)
+        if not (yield from GlmParameters(self, name.strip(), self.suffix).read()):
+            return False
+        yield from self.reader.space()
+        yield from self.reader.accept(end, drop_partial=True)
+        return True
+
+
+class HyPreviewParser(HyParser):
+    """As HyParser, without a suffix."""
+
+    suffix = ""
+    markers = ("<tool_sep>", *(f"{end}{name}>" for name in HyParser.names for end in ("<", "</")))
+
+
+class InvokeParser(ToolParser):
+    """<invoke name="f"><parameter name="x">1</parameter></invoke>, in a section of calls.
+
+    prefix: what stands before the names of these tags. section_names: names of the tags around calls
+    """
+
+    prefix: ClassVar[str]
+    section_names: ClassVar[tuple[str, ...]]
+
+    def _calls(self) -> Reading[None]:
+        begins, ends = ([f"<{slash}{name}>" for name in self.section_names] for slash in ("", "/"))
+        yield from self.sections(begins, f"<{self.prefix}invoke", self._invoke, ends)
+
+    def heads(self) -> Iterable[str]:
+        ends = (f"</{self.prefix}invoke>", f"<{self.prefix}parameter")
+        calls = [f'<{self.prefix}invokename="NAME">{after}' for after in ends]
+        return [begin + call for call in calls for begin in ("", *(f"<{name}>" for name in self.section_names))]
 
     def _invoke(self) -> Reading[bool]:
         name = (yield from read_attributes(self)).get("name", "")
-        if not self.offered(name) or not (yield from DsmlParameters(self, name).read()):
+        parameters = InvokeParameters(self, name, self.prefix, self.section_names)
+        if not self.offered(name) or not (yield from parameters.read()):
             return False
         yield from self.reader.space()
-        yield from self.reader.accept(f"</{_DSML}invoke>", drop_partial=True)
+        yield from self.reader.accept(f"</{self.prefix}invoke>", drop_partial=True)
         return True
+
+
+class DsmlParser(InvokeParser):
+    """DeepSeek V3.2: <｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">..."""
+
+    prefix = _DSML
+    section_names = (f"{_DSML}function_calls", f"{_DSML}tool_calls")
+    markers = (_DSML,)
+
+
+class MiniMaxParser(InvokeParser):
+    """<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke></minimax:tool_call>"""
+
+    prefix = ""
+    section_names = ("minimax:tool_call",)
+    markers = ("<minimax:tool_call>", "</minimax:tool_call>")
+
+
+_QWEN_CLOSED_BY = (
+    r"</parameter>[ \t\r\n]*<(parameter=|/function>|/WRAPPER>)"
+    r"|\n<parameter=|\n</function>[ \t\r\n]*</WRAPPER>"
+    r"|</(function|WRAPPER)>[ \t\r\n]*(</WRAPPER>[ \t\r\n]*)?(<WRAPPER>[ \t\r\n]*)?<function="
+)
+
+
+def _qwen_calls(wrapper: str = "tool_call", line: str = "\n") -> CallFormat:
+    """Return how Qwen3-Coder writes calls. line: what stands around a value"""
+    call = TaggedCall(
+        f"<{wrapper}>\n<function=NAME>\n",
+        f"<parameter=KEY>{line}",
+        f"{line}</parameter>\n",
+        f"</function>\n</{wrapper}>",
+        ends=("\n<parameter=", "\n</function>"),
+        closed_by=_QWEN_CLOSED_BY.replace("WRAPPER", wrapper),
+    )
+    return CallFormat(call, trigger=f"<{wrapper}>")
+
+
+def _glm_calls(line: str) -> CallFormat:
+    """Return how GLM writes calls. line: what stands between tags"""
+    call = TaggedCall(
+        f"<tool_call>NAME{line}",
+        f"<arg_key>KEY</arg_key>{line}<arg_value>",
+        f"</arg_value>{line}",
+        "</tool_call>",
+        closed_by=r"</arg_value>[ \t\r\n]*<(arg_key>|/tool_call>)|</tool_call>[ \t\r\n]*<tool_call>",
+    )
+    return CallFormat(call, trigger="<tool_call>")
+
+
+def _hy(name: str, parser: type[HyParser]) -> ToolFormat:
+    """Return the format whose tags end with the parser's suffix."""
+    s = parser.suffix
+    call = TaggedCall(
+        f"<tool_call{s}>NAME<tool_sep{s}>\n",
+        f"<arg_key{s}>KEY</arg_key{s}>\n<arg_value{s}>",
+        f"</arg_value{s}>\n",
+        f"</tool_call{s}>\n",
+        closed_by=rf"</arg_value{s}>[ \t\r\n]*<(arg_key{s}>|/tool_call{s}>)|</tool_call{s}>[ \t\r\n]*<tool_call{s}>",
+    )
+    begin, end = f"<tool_calls{s}>", f"</tool_calls{s}>"
+    calls = CallFormat(call, f"{begin}\n", "", end, begin)
+    return ToolFormat(
+        name, parser, calls, signs=(f"<tool_sep{s}>",), openings=(CallOpening(begin, (f"<tool_call{s}>",)),)
+    )
 
 
 FORMATS = (
     ToolFormat(
+        "seed_oss",
+        SeedParser,
+        _qwen_calls("seed:tool_call", ""),
+        signs=("<seed:tool_call>",),
+        openings=(CallOpening("<seed:tool_call>", ("<function=",)),),
+    ),
+    ToolFormat(
+        "mimo",
+        MimoParser,
+        _qwen_calls(line=""),
+        signs=("is preserved exactly as-is", "<parameter=' + args_name + '>' }}"),
+        openings=(CallOpening("<tool_call>", ("{", "[{", "<function=")),),
+    ),
+    ToolFormat(
         "qwen3_coder",
         Qwen3CoderParser,
-        CallFormat(
-            TaggedCall(
-                "<tool_call>\n<function=NAME>\n",
-                "<parameter=KEY>\n",
-                "\n</parameter>\n",
-                "</function>\n</tool_call>",
-                ends=("\n<parameter=", "\n</function>"),
-                closed_by=(
-                    r"</parameter>[ \t\r\n]*<(parameter=|/function>|/tool_call>)"
-                    r"|\n<parameter=|\n</function>[ \t\r\n]*</tool_call>"
-                ),
-            ),
-            trigger="<tool_call>",
-        ),
+        _qwen_calls(),
         signs=("<function=",),
-        aliases=("qwen3_xml",),
+        aliases=("qwen3_xml", "step3p5", "nemotron_v3"),
+        openings=(CallOpening("<tool_call>", ("{", "[{", "<function=")),),
     ),
+    _hy("hy_v3", HyParser),
+    _hy("hy_v3_preview", HyPreviewParser),
     ToolFormat(
         "glm45",
         GlmParser,
-        CallFormat(
-            TaggedCall(
-                "<tool_call>NAME\n",
-                "<arg_key>KEY</arg_key>\n<arg_value>",
-                "</arg_value>\n",
-                "</tool_call>",
-                closed_by=r"</arg_value>[ \t\r\n]*<(arg_key>|/tool_call>)",
-            ),
-            trigger="<tool_call>",
-        ),
+        _glm_calls("\n"),
         signs=("<arg_key>",),
-        aliases=("glm", "glm47"),
+        aliases=("glm", "glm47", "poolside_v1"),
+        variants=(("</arg_key><arg_value>", _glm_calls("")),),
+        openings=(CallOpening("<tool_call>", ("<arg_key>", "</tool_call>"), named=True),),
     ),
     ToolFormat(
         "deepseek_v32",
@@ -508,11 +772,30 @@ FORMATS = (
                 '<｜DSML｜parameter name="KEY" string="TEXT">',
                 "</｜DSML｜parameter>\n",
                 "</｜DSML｜invoke>\n",
-                closed_by=r"</｜DSML｜parameter>[ \t\r\n]*<(｜DSML｜parameter|/｜DSML｜invoke>)",
+                closed_by=r"</｜DSML｜parameter>[ \t\r\n]*<(｜DSML｜parameter|/｜DSML｜invoke>)"
+                r"|</｜DSML｜invoke>[ \t\r\n]*<｜DSML｜invoke",
             ),
             *("<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
         ),
         signs=("｜DSML｜",),
         aliases=("deepseekv32",),
+        openings=tuple(CallOpening(f"<{name}>", (f"<{_DSML}invoke",)) for name in DsmlParser.section_names),
+    ),
+    ToolFormat(
+        "minimax_m2",
+        MiniMaxParser,
+        CallFormat(
+            TaggedCall(
+                '<invoke name="NAME">\n',
+                '<parameter name="KEY">',
+                "</parameter>\n",
+                "</invoke>\n",
+                closed_by=r"</parameter>[ \t\r\n]*<(parameter|/invoke>)|</invoke>[ \t\r\n]*<invoke",
+            ),
+            *("<minimax:tool_call>\n", "", "</minimax:tool_call>", "<minimax:tool_call>"),
+        ),
+        signs=("<minimax:tool_call>",),
+        aliases=("minimax",),
+        openings=(CallOpening("<minimax:tool_call>", ("<invoke",)),),
     ),
 )

@@ -1,4 +1,4 @@
-"""The compiler's process: verdicts, hostile grammars, recovery, cache and queue."""
+"""The checker's process: verdicts, hostile grammars, recovery, cache and queue."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
-from jaxserve.grammar.compile import CompileLimits, GrammarCompiler, VerdictCache
+from jaxserve.grammar.checker import CheckLimits, GrammarChecker, VerdictCache
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.grammar.translate import _TRANSLATIONS, grammar_spec, schema_spec
 from jaxserve.grammar.worker import Verdict
@@ -27,28 +27,28 @@ T = TypeVar("T")
 GOOD = schema_spec({"type": "object", "properties": {"a": {"type": "string"}}})
 
 
-def with_compiler(tokenizer: Tokenizer, work: Callable[[GrammarCompiler], Awaitable[T]], **limits: Any) -> T:
+def with_checker(tokenizer: Tokenizer, work: Callable[[GrammarChecker], Awaitable[T]], **limits: Any) -> T:
     limits = {"wall_seconds": LAST_RESORT, **limits}
 
     async def run() -> T:
-        compiler = GrammarCompiler(
+        checker = GrammarChecker(
             tokenizer.to_json(),
             vocab_size=320,
             eos_token_ids=tokenizer.eos_token_ids,
-            limits=CompileLimits(**limits),
+            limits=CheckLimits(**limits),
         )
-        await compiler.start()
+        await checker.start()
         try:
-            return await work(compiler)
+            return await work(checker)
         finally:
-            await compiler.stop()
+            await checker.stop()
 
     return asyncio.run(run())
 
 
-async def verdict(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
+async def verdict(checker: GrammarChecker, spec: GrammarSpec) -> str | None:
     try:
-        await compiler.check(spec, param="tools")
+        await checker.check(spec, param="tools")
     except InvalidSchemaError as error:
         assert (error.param, error.status, error.code) == ("tools", 400, "invalid_json_schema")
         return error.message
@@ -75,32 +75,32 @@ UNSUPPORTED = [
 
 
 def test_what_cannot_be_enforced_is_refused_with_its_reason(tokenizer: Tokenizer) -> None:
-    async def work(compiler: GrammarCompiler) -> None:
-        assert await verdict(compiler, GOOD) is None
+    async def work(checker: GrammarChecker) -> None:
+        assert await verdict(checker, GOOD) is None
         for spec, reason in UNSUPPORTED:
-            found = await verdict(compiler, spec)
+            found = await verdict(checker, spec)
             assert found is not None and reason in found, (spec, found)
 
-    with_compiler(tokenizer, work)
+    with_checker(tokenizer, work)
 
 
 def check_hostile(tokenizer: Tokenizer, specs: list[GrammarSpec]) -> None:
-    """Each ends in time (CPU time), the event loop is never held up, and the compiler serves on."""
+    """Each ends in time (CPU time), the event loop is never held up, and the checker serves on."""
 
-    async def work(compiler: GrammarCompiler) -> list[float]:
-        assert await verdict(compiler, GOOD) is None
-        first = compiler.pid
+    async def work(checker: GrammarChecker) -> list[float]:
+        assert await verdict(checker, GOOD) is None
+        first = checker.pid
         gaps: list[float] = []
         ticker = asyncio.create_task(_tick(gaps))
         for spec in specs:
-            await asyncio.wait_for(verdict(compiler, spec), LAST_RESORT)
-            assert await verdict(compiler, GOOD) is None
+            await asyncio.wait_for(verdict(checker, spec), LAST_RESORT)
+            assert await verdict(checker, GOOD) is None
         ticker.cancel()
-        assert compiler.pid == first
+        assert checker.pid == first
         return gaps
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert max(with_compiler(tokenizer, work, cache_bytes=0)) < 0.5
+    assert max(with_checker(tokenizer, work, cache_bytes=0)) < 0.5
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 2.5 * len(specs)
@@ -123,60 +123,60 @@ def test_all_hostile_grammars_end_in_time(tokenizer: Tokenizer) -> None:
 
 
 def test_a_killed_worker_is_replaced(tokenizer: Tokenizer) -> None:
-    async def work(compiler: GrammarCompiler) -> None:
-        assert await verdict(compiler, GOOD) is None
-        before = compiler.pid
+    async def work(checker: GrammarChecker) -> None:
+        assert await verdict(checker, GOOD) is None
+        before = checker.pid
         assert before is not None
-        pending = asyncio.create_task(verdict(compiler, GrammarSpec(kind="regex", source="late")))
+        pending = asyncio.create_task(verdict(checker, GrammarSpec(kind="regex", source="late")))
         await asyncio.sleep(0)
         os.kill(before, signal.SIGKILL)
         assert await pending is None  # by the killed worker's last answer, or by the next worker
-        assert await verdict(compiler, GrammarSpec(kind="regex", source="later")) is None
-        assert compiler.pid != before
+        assert await verdict(checker, GrammarSpec(kind="regex", source="later")) is None
+        assert checker.pid != before
 
-    with_compiler(tokenizer, work)
+    with_checker(tokenizer, work)
 
 
 def test_a_stopped_compiler_starts_no_worker(tokenizer: Tokenizer) -> None:
     """Nor does the worker hear the Ctrl-C that stops a server in a terminal: it has a session of its own."""
 
-    async def work(compiler: GrammarCompiler) -> None:
-        assert compiler.pid is not None and os.getsid(compiler.pid) == compiler.pid
-        checks = [asyncio.create_task(verdict(compiler, schema(const=i))) for i in range(8)]
+    async def work(checker: GrammarChecker) -> None:
+        assert checker.pid is not None and os.getsid(checker.pid) == checker.pid
+        checks = [asyncio.create_task(verdict(checker, schema(const=i))) for i in range(8)]
         await asyncio.sleep(0)
-        await compiler.stop()
+        await checker.stop()
         for result in await asyncio.gather(*checks, return_exceptions=True):
             assert result is None or isinstance(result, ServerError)
-        assert compiler.pid is None
+        assert checker.pid is None
 
-    with_compiler(tokenizer, work)
+    with_checker(tokenizer, work)
 
 
 def test_limits_of_time_and_memory_are_the_kernels(tokenizer: Tokenizer) -> None:
     big = schema_spec({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
 
-    async def large(compiler: GrammarCompiler) -> str | None:
-        return await verdict(compiler, big)
+    async def large(checker: GrammarChecker) -> str | None:
+        return await verdict(checker, big)
 
-    async def work(compiler: GrammarCompiler) -> str | None:
-        found = await large(compiler)
-        assert await verdict(compiler, GrammarSpec(kind="regex", source="ab")) is None
+    async def work(checker: GrammarChecker) -> str | None:
+        found = await large(checker)
+        assert await verdict(checker, GrammarSpec(kind="regex", source="ab")) is None
         return found
 
-    assert "more than" in (with_compiler(tokenizer, work, cpu_seconds=0.05) or "")
+    assert "more than" in (with_checker(tokenizer, work, cpu_seconds=0.05) or "")
     # On a busy machine a small grammar takes as long.
-    assert "more than" in (with_compiler(tokenizer, large, wall_seconds=0.1) or "")
-    assert "memory" in (with_compiler(tokenizer, work, memory_bytes=4 << 20) or "")
+    assert "more than" in (with_checker(tokenizer, large, wall_seconds=0.1) or "")
+    assert "memory" in (with_checker(tokenizer, work, memory_bytes=4 << 20) or "")
 
 
 def test_a_check_that_nobody_waits_for_is_ended(tokenizer: Tokenizer) -> None:
     big = schema_spec({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
 
-    async def work(compiler: GrammarCompiler) -> None:
-        assert await verdict(compiler, GOOD) is None
-        worker = psutil.Process(compiler.pid)
+    async def work(checker: GrammarChecker) -> None:
+        assert await verdict(checker, GOOD) is None
+        worker = psutil.Process(checker.pid)
         pending = [
-            asyncio.create_task(verdict(compiler, schema_spec({"title": str(i)} | json.loads(big.source))))
+            asyncio.create_task(verdict(checker, schema_spec({"title": str(i)} | json.loads(big.source))))
             for i in range(4)
         ]
         for check in await until(worker.children, "a check runs"):
@@ -184,33 +184,33 @@ def test_a_check_that_nobody_waits_for_is_ended(tokenizer: Tokenizer) -> None:
         for task in pending:
             task.cancel()
         await until(lambda: not worker.children(), "no check runs")
-        assert await verdict(compiler, GrammarSpec(kind="regex", source="after")) is None
+        assert await verdict(checker, GrammarSpec(kind="regex", source="after")) is None
 
-    with_compiler(tokenizer, work, wall_seconds=1e4, cpu_seconds=1e4, cache_bytes=0)
+    with_checker(tokenizer, work, wall_seconds=1e4, cpu_seconds=1e4, cache_bytes=0)
 
 
 def test_checks_run_at_the_same_time_and_wait_in_line(tokenizer: Tokenizer) -> None:
-    async def work(compiler: GrammarCompiler) -> None:
+    async def work(checker: GrammarChecker) -> None:
         specs = [GrammarSpec(kind="regex", source=f"a{n}") for n in range(20)]
-        assert await asyncio.gather(*(verdict(compiler, spec) for spec in specs)) == [None] * 20
+        assert await asyncio.gather(*(verdict(checker, spec) for spec in specs)) == [None] * 20
         fresh = [GrammarSpec(kind="regex", source=f"b{n}") for n in range(30)]
-        results = await asyncio.gather(*(compiler.check(spec) for spec in fresh), return_exceptions=True)
+        results = await asyncio.gather(*(checker.check(spec) for spec in fresh), return_exceptions=True)
         refused = [result for result in results if not isinstance(result, GrammarSpec)]
         assert len(refused) == 5 and all(isinstance(result, QueueFullError) for result in refused)
 
-    with_compiler(tokenizer, work, waiting=25)
+    with_checker(tokenizer, work, waiting=25)
 
 
 def test_the_engine_gets_what_was_checked(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is larger than a pipe takes in one piece, beside other checks."""
     specs = [schema_spec({"enum": ["x" * 40_000 + str(i), "é" * i]}) for i in range(6)]
 
-    async def work(compiler: GrammarCompiler) -> list[GrammarSpec]:
-        first = await asyncio.gather(*(compiler.check(spec) for spec in specs))
-        assert await asyncio.gather(*(compiler.check(spec) for spec in specs)) == first, "from memory, the same"
+    async def work(checker: GrammarChecker) -> list[GrammarSpec]:
+        first = await asyncio.gather(*(checker.check(spec) for spec in specs))
+        assert await asyncio.gather(*(checker.check(spec) for spec in specs)) == first, "from memory, the same"
         return first
 
-    checked = with_compiler(tokenizer, work)
+    checked = with_checker(tokenizer, work)
     assert [spec.source for spec in checked] == [spec.source for spec in specs]
     assert all(str(i) in spec.checked for i, spec in enumerate(checked)) and len(checked[5].checked) > 40_000
     monkeypatch.setitem(_TRANSLATIONS, "json_schema", None)  # no Python over a schema, in the engine
@@ -220,7 +220,7 @@ def test_the_engine_gets_what_was_checked(tokenizer: Tokenizer, monkeypatch: pyt
 
 def test_the_limit_of_a_check_is_its_own_cpu_time() -> None:
     """A machine that is busy gives a check little of its time: that is no fault of the grammar."""
-    assert CompileLimits().wall_seconds >= 5 * CompileLimits().cpu_seconds
+    assert CheckLimits().wall_seconds >= 5 * CheckLimits().cpu_seconds
 
 
 def test_verdicts_are_kept_by_bytes() -> None:
@@ -240,15 +240,15 @@ def test_verdicts_are_kept_by_bytes() -> None:
 
 
 def test_a_second_check_is_answered_from_memory(tokenizer: Tokenizer) -> None:
-    async def work(compiler: GrammarCompiler) -> None:
+    async def work(checker: GrammarChecker) -> None:
         bad = GrammarSpec(kind="regex", source="(")
-        first = await verdict(compiler, bad)
-        assert compiler.pid is not None
-        worker = compiler.pid
+        first = await verdict(checker, bad)
+        assert checker.pid is not None
+        worker = checker.pid
         os.kill(worker, signal.SIGSTOP)
-        again = await asyncio.wait_for(verdict(compiler, bad), LAST_RESORT)
-        assert compiler.pid == worker
+        again = await asyncio.wait_for(verdict(checker, bad), LAST_RESORT)
+        assert checker.pid == worker
         os.kill(worker, signal.SIGCONT)
         assert first == again and first is not None
 
-    with_compiler(tokenizer, work)
+    with_checker(tokenizer, work)

@@ -1,6 +1,6 @@
 """Checks grammars in a separate process, which can be killed, off the event loop and the engine's thread.
 
-    compiler = GrammarCompiler(tokenizer.to_json(), vocab_size=..., eos_token_ids=...)
+    compiler = GrammarChecker(tokenizer.to_json(), vocab_size=..., eos_token_ids=...)
     await compiler.start()
     spec = await compiler.check(spec, param="response_format")  # or raises InvalidSchemaError with the reason
     await compiler.stop()
@@ -33,7 +33,7 @@ _VERDICT = msgspec.msgpack.Decoder(Verdict)
 
 
 @dataclass(frozen=True, slots=True)
-class CompileLimits:
+class CheckLimits:
     """Limits of the checks.
 
     cpu_seconds    CPU time of one check
@@ -51,7 +51,7 @@ class CompileLimits:
     cache_bytes: int = 16 << 20
 
 
-class GrammarCompiler:
+class GrammarChecker:
     """Client of the worker process, for one event loop. Restarts the worker whenever it ends."""
 
     def __init__(
@@ -60,9 +60,9 @@ class GrammarCompiler:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        limits: CompileLimits | None = None,
+        limits: CheckLimits | None = None,
     ) -> None:
-        self.limits = limits or CompileLimits()
+        self.limits = limits or CheckLimits()
         self._setup = GrammarSetup(
             tokenizer_json=tokenizer_json,
             vocab_size=vocab_size,
