@@ -30,9 +30,9 @@ from jaxserve.api.responses import stored_routes as stored_responses
 from jaxserve.api.responses.background import install_responses, responses_running
 from jaxserve.api.schemas import ANSWERS, BODIES
 from jaxserve.api.scoring import routes as scoring
+from jaxserve.api.sglang import adapters, weights
 from jaxserve.api.sglang import routes as sglang
-from jaxserve.api.sglang import weights
-from jaxserve.api.state import EngineProtocol, ServerState, check_template, check_vocabulary
+from jaxserve.api.state import EngineProtocol, ServerState, check_pictures, check_template, check_vocabulary
 from jaxserve.config import Config
 from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
@@ -44,7 +44,7 @@ from jaxserve.types.messages import EngineStats
 from jaxserve.version import __version__
 
 STORE_ROUTERS = (files, batches, stored_responses)
-ROUTERS = (health, page, models, openai, responses, anthropic, ollama, embeddings, scoring, sglang, weights)
+ROUTERS = (health, page, models, openai, responses, anthropic, ollama, embeddings, scoring, sglang, weights, adapters)
 
 BATCH_ENDPOINTS = {
     "/v1/chat/completions": openai.create_chat_completion,
@@ -103,8 +103,7 @@ def create_app(
 def _watch(state: ServerState) -> None:
     """Export the metrics of the whole server that one process knows."""
     state.metrics.watch_engine(lambda: _read_engine(state.engine))
-    if state.config.server.keys:
-        state.metrics.watch_keys(lambda: _read_keys(state))
+    state.metrics.watch_keys(lambda: _read_keys(state))
 
 
 async def stop_background(app: FastAPI) -> None:
@@ -132,6 +131,7 @@ async def warm_up(app: FastAPI) -> None:
     """
     state: ServerState = app.state.server
     await asyncio.to_thread(check_vocabulary, state)  # renders the chat template
+    await asyncio.to_thread(check_pictures, state)
     if state.engine.info.task == "generate":
         await state.grammars.start(state.engine)
 
@@ -145,6 +145,7 @@ def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
             stack.callback(state.text_work.stop)
             stack.callback(state.body_work.stop)
             stack.callback(state.stop_rendering)
+            stack.callback(state.stop_pictures)
             if store is not None:
                 try:
                     await stack.enter_async_context(batches_running(app))
@@ -169,7 +170,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
         chain.insert(0, Middleware(ForwardToMain, main_socket=state.group.main_socket))
     return [
         *chain,
-        Middleware(Authentication, config=section),
+        Middleware(Authentication, keys=lambda: state.key_ring, metrics_auth=section.metrics_auth),
         Middleware(
             ReadinessGate,
             engine=state.engine,

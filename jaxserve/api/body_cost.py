@@ -13,6 +13,7 @@ from jaxserve.errors import PayloadTooLargeError, QueueFullError
 from jaxserve.text.json_cost import JsonLimits, most_structures, over_limit
 
 MIN_BODY_BYTES = 8 * 2**20  # the least value of max_body_bytes: auto; 2,000 short texts for embeddings fit
+MIN_PICTURE_BODY_BYTES = 32 * 2**20  # likewise, for a model that takes pictures: a picture of 20 MB as base64
 MAX_BODY_BYTES = 64 * 2**20  # its greatest value, and the limit of a batch request
 BYTES_A_TOKEN = 32  # bytes per token of context: escaped text of any script, with the tools around it
 MIN_SUM_BYTES = 512 * 2**20  # of all bodies in memory
@@ -38,10 +39,11 @@ class BodyLimits:
     context: int
 
     @classmethod
-    def of(cls, section: ServerSection, context: int) -> BodyLimits:
+    def of(cls, section: ServerSection, context: int, *, takes_pictures: bool = False) -> BodyLimits:
         asked = section.max_body_bytes
         if asked == "auto":
-            asked = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BYTES_A_TOKEN * context))
+            least = MIN_PICTURE_BODY_BYTES if takes_pictures else MIN_BODY_BYTES
+            asked = min(MAX_BODY_BYTES, max(least, BYTES_A_TOKEN * context))
         return cls(asked, max(MIN_SUM_BYTES, BODIES_IN_SUM * asked), context)
 
     def json_limits(self, path: str) -> JsonLimits:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr
 from pydantic_core import CoreSchema
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.known_fields import EVERYWHERE, KnownFields
 
 
@@ -79,7 +79,7 @@ class StructuredOutputs(NestedObject):
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, max_length=limits.MAX_GRAMMAR_CHOICES)
+    choice: list[str] | None = Field(None, min_length=1, max_length=ranges.MAX_GRAMMAR_CHOICES)
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -127,8 +127,8 @@ class RepetitionDetection(NestedObject):
 class SessionParams(NestedObject):
     """Continue an open session: the prompt and output of its request `rid` are put before the body's own tokens."""
 
-    id: limits.Identifier = Field(description="Id of the session.")
-    rid: limits.Identifier | None = Field(
+    id: ranges.Identifier = Field(description="Id of the session.")
+    rid: ranges.Identifier | None = Field(
         None, description="Id of the request to continue from. Default: the session's start."
     )
     offset: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = Field(
@@ -144,27 +144,27 @@ class SessionParams(NestedObject):
 class CommonFields(Body):
     """Fields that chat/completions, completions and responses share. Null means absent."""
 
-    temperature: limits.Temperature | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
-    top_p: limits.TopP | None = Field(None, description="Default: the model's, else 1.")
-    top_k: limits.TopK | None = Field(None, description="-1 and 0: off. Default: the model's, else off.")
-    min_p: limits.MinP | None = Field(None, description="Default: the model's, else 0.")
-    frequency_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
-    presence_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
-    repetition_penalty: limits.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
-    seed: limits.Seed | None = Field(None, description="The same seed gives the same tokens.")
-    logit_bias: limits.LogitBias | None = Field(None, description="Token id -> added to its logit.")
-    min_tokens: limits.TokenCountOrZero | None = Field(
+    temperature: ranges.Temperature | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
+    top_p: ranges.TopP | None = Field(None, description="Default: the model's, else 1.")
+    top_k: ranges.TopK | None = Field(None, description="-1 and 0: off. Default: the model's, else off.")
+    min_p: ranges.MinP | None = Field(None, description="Default: the model's, else 0.")
+    frequency_penalty: ranges.AdditivePenalty | None = Field(None, description="Default 0.")
+    presence_penalty: ranges.AdditivePenalty | None = Field(None, description="Default 0.")
+    repetition_penalty: ranges.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
+    seed: ranges.Seed | None = Field(None, description="The same seed gives the same tokens.")
+    logit_bias: ranges.LogitBias | None = Field(None, description="Token id -> added to its logit.")
+    min_tokens: ranges.TokenCountOrZero | None = Field(
         None, description="The output does not end before this many tokens. Default 0."
     )
     ignore_eos: bool | None = Field(None, description="Ignore the end-of-sequence token. Default false.")
-    stop_token_ids: limits.TokenIds | None = Field(
+    stop_token_ids: ranges.TokenIds | None = Field(
         None, description="Tokens that end the output, in addition to the model's."
     )
     skip_special_tokens: bool | None = Field(None, description="Default true.")
-    priority: limits.Priority | None = Field(
+    priority: ranges.Priority | None = Field(
         None, description="Lower values run earlier (policy: priority). Default 0."
     )
-    cache_salt: limits.CacheSalt | None = Field(
+    cache_salt: ranges.CacheSalt | None = Field(
         None, description="Only requests with the same value share cached prefixes."
     )
 
@@ -172,17 +172,17 @@ class CommonFields(Body):
 class SamplingFields(CommonFields):
     """Fields that chat/completions and completions share. Null means absent."""
 
-    allowed_token_ids: limits.TokenIds | None = Field(None, description="Only these tokens are sampled.")
-    bad_words: list[limits.StopText] | None = Field(
-        None, max_length=limits.MAX_BAD_WORDS, description="Texts that are never generated, also after a space."
+    allowed_token_ids: ranges.TokenIds | None = Field(None, description="Only these tokens are sampled.")
+    bad_words: list[ranges.StopText] | None = Field(
+        None, max_length=ranges.MAX_BAD_WORDS, description="Texts that are never generated, also after a space."
     )
     speculate: bool | None = Field(
         None, description="false: no speculation for this request. It changes the time of an answer, not its tokens."
     )
-    stop: limits.StopText | limits.Stops | None = Field(
+    stop: ranges.StopText | ranges.Stops | None = Field(
         None, description="Texts that end the output; at most 4,096 characters in total."
     )
-    stop_regex: limits.StopPattern | limits.StopPatterns | None = Field(
+    stop_regex: ranges.StopPattern | ranges.StopPatterns | None = Field(
         None, description="RE2 patterns; the output ends where a match ends. The matched text stays."
     )
     include_stop_str_in_output: bool | None = Field(
@@ -196,11 +196,11 @@ class SamplingFields(CommonFields):
     )
     watermarking: bool | None = Field(None, description="The same as watermark.")
     use_beam_search: bool | None = Field(None, description="Return the n best outputs of a beam search; not streamed.")
-    length_penalty: limits.LengthPenalty | None = Field(None, description="Used by beam search. Default 1.")
+    length_penalty: ranges.LengthPenalty | None = Field(None, description="Used by beam search. Default 1.")
     repetition_detection: RepetitionDetection | None = Field(None, description="End an output that repeats itself.")
-    n: limits.Choices | None = Field(None, description="Number of choices. Default 1.")
-    prompt_logprobs: limits.LogprobsCount | None = Field(None, description="Log-probabilities of the prompt.")
-    logprob_token_ids: limits.WatchedIds | None = Field(
+    n: ranges.Choices | None = Field(None, description="Number of choices. Default 1.")
+    prompt_logprobs: ranges.LogprobsCount | None = Field(None, description="Log-probabilities of the prompt.")
+    logprob_token_ids: ranges.WatchedIds | None = Field(
         None, description="Log-probabilities of these tokens instead of the most likely ones. Needs logprobs."
     )
     return_sampling_mask: bool | None = Field(
@@ -215,12 +215,12 @@ class SamplingFields(CommonFields):
     return_routed_experts: bool | None = Field(
         None, description="routed_experts in the choice's sglext: base64 of int32 [tokens, sparse layers, experts]."
     )
-    routed_experts_start_len: limits.TokenCountOrZero | None = Field(
+    routed_experts_start_len: ranges.TokenCountOrZero | None = Field(
         None, description="First prompt position of routed_experts. Default 0."
     )
     stream: bool | None = Field(None, description="Server-sent events. Default false.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    stream_interval: limits.TokenCount | None = Field(None, description="Minimum tokens per chunk. Default 1.")
+    stream_interval: ranges.TokenCount | None = Field(None, description="Minimum tokens per chunk. Default 1.")
 
     response_format: ResponseFormat | None = Field(None, description="The format of the output, in OpenAI's form.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
@@ -232,7 +232,7 @@ class SamplingFields(CommonFields):
     )
     guided_json: str | dict[str, Any] | None = Field(None, description="The older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
-    guided_choice: Annotated[list[str], Field(min_length=1, max_length=limits.MAX_GRAMMAR_CHOICES)] | None = Field(
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=ranges.MAX_GRAMMAR_CHOICES)] | None = Field(
         None, description="The older name of structured_outputs.choice."
     )
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
@@ -244,20 +244,20 @@ class SamplingFields(CommonFields):
     )
 
     user: str | None = Field(None, description="Ignored.")
-    extra_key: limits.CacheSalt | None = Field(
+    extra_key: ranges.CacheSalt | None = Field(
         None, description="The same as cache_salt; if both are given, they are combined."
     )
-    request_id: limits.Identifier | None = Field(
+    request_id: ranges.Identifier | None = Field(
         None, description="The id of the answer, for aborts and logs. Requests may share one."
     )
-    rid: limits.Identifier | None = Field(None, description="The same as request_id.")
+    rid: ranges.Identifier | None = Field(None, description="The same as request_id.")
     session_id: str | None = Field(None, description="Ignored: a hint for routers; prefixes are found by content.")
     session_params: SessionParams | None = Field(None, description="Continue a session of /open_session.")
-    data_parallel_rank: limits.Rank | None = Field(
+    data_parallel_rank: ranges.Rank | None = Field(
         None,
         description="The engine that computes the request, below mesh.replicas. Default: the best one.",
     )
-    routed_dp_rank: limits.Rank | None = Field(None, description="The same as data_parallel_rank.")
+    routed_dp_rank: ranges.Rank | None = Field(None, description="The same as data_parallel_rank.")
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=2**31 - 1, description="Keep this many prompt tokens; -1: as many as fit."
     )

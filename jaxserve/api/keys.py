@@ -134,21 +134,27 @@ class TokenBucket:
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._capacity = per_minute
+        self.capacity = per_minute
         self._clock = clock
         self._left = float(per_minute)
         self._at = clock()
 
     def take(self, count: int) -> None:
         now = self._clock()
-        self._left = min(self._capacity, self._left + (now - self._at) * self._capacity / 60) - count
+        self._left = min(self.capacity, self._left + (now - self._at) * self.capacity / 60) - count
         self._at = now
+
+    @property
+    def used(self) -> float:
+        """Return how many tokens are missing from a full bucket."""
+        self.take(0)
+        return self.capacity - self._left
 
     @property
     def seconds_until_some(self) -> float:
         """Return the seconds until there is a token; 0 if there is one now."""
         self.take(0)
-        return 0.0 if self._left >= 1 else (1 - self._left) * 60 / self._capacity
+        return 0.0 if self._left >= 1 else (1 - self._left) * 60 / self.capacity
 
 
 class KeyPeers(Protocol):
@@ -160,6 +166,9 @@ class KeyPeers(Protocol):
 
     @property
     def wait(self) -> float: ...
+
+    @property
+    def used(self) -> float: ...
 
     def refill(self, usage: KeyUsage) -> None: ...
 
@@ -221,6 +230,26 @@ class KeyUsage:
     def _wait(self, bucket: TokenBucket) -> float:
         return bucket.seconds_until_some if self.peers is None else self.peers.wait
 
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's headers of the key's limits: the most, what is left, and when all of it is there again.
+
+        Requests are those in hand at once, so they are there again once they have ended; tokens are of a minute.
+        """
+        found: dict[str, str] = {}
+        if self.max_live is not None:
+            live = self.total("num_live")
+            found |= _limit_headers("requests", self.max_live, live, self.seconds_a_request if live else 0.0)
+        if self.bucket is not None:
+            used = self.bucket.used if self.peers is None else self.peers.used
+            found |= _limit_headers("tokens", self.bucket.capacity, used, used * 60 / self.bucket.capacity)
+        return found
+
+    def limit(self, other: KeyUsage) -> None:
+        """Take the weight and the limits of another entry of the same key. A bucket of the same size stays as full."""
+        self.tenant, self.max_live, self.max_queued = other.tenant, other.max_live, other.max_queued
+        if self.bucket is None or other.bucket is None or self.bucket.capacity != other.bucket.capacity:
+            self.bucket = other.bucket
+
     def total(self, name: str) -> int:
         """Return a count of all processes."""
         own: int = getattr(self, name)
@@ -256,6 +285,12 @@ class KeyUsage:
         return {"name": self.name, "weight": self.tenant.weight} | {name: self.total(name) for name in COUNTS}
 
 
+def _limit_headers(kind: str, most: int, used: float, seconds: float) -> dict[str, str]:
+    left = max(0, math.floor(most - used))
+    values = {"limit": str(most), "remaining": str(left), "reset": f"{max(0.0, seconds):.3f}s"}
+    return {f"x-ratelimit-{name}-{kind}": value for name, value in values.items()}
+
+
 class KeyUsages:
     """The usage of every key of `server.keys`, and of the default key. Nothing is counted without `server.keys`.
 
@@ -263,9 +298,19 @@ class KeyUsages:
     """
 
     def __init__(self, keys: Iterable[ApiKey], max_num_seqs: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._by_owner = {usage.tenant.name: usage for usage in (_usage(key, max_num_seqs, clock) for key in keys)}
-        if self._by_owner:
-            self._by_owner.setdefault("", KeyUsage(Tenant()))
+        self._max_num_seqs = max_num_seqs
+        self._clock = clock
+        self._by_owner: dict[str, KeyUsage] = {}
+        self.reload(keys)
+
+    def reload(self, keys: Iterable[ApiKey]) -> None:
+        """Take the keys of a configuration that was read again. What a key that is still there has used stays."""
+        found = {usage.tenant.name: usage for usage in (_usage(key, self._max_num_seqs, self._clock) for key in keys)}
+        if found:
+            found.setdefault("", KeyUsage(Tenant()))
+        for name in found.keys() & self._by_owner.keys():
+            self._by_owner[name].limit(found[name])
+        self._by_owner = {name: self._by_owner.get(name, usage) for name, usage in found.items()}
 
     def of(self, owner: str) -> KeyUsage | None:
         return self._by_owner.get(owner)

@@ -9,7 +9,7 @@ A field of an API, or of another server's version of it, is one of three things:
   names our own field if there is one.
 
 Any other field is accepted, has no effect and is logged once. `tests/api/known_fields.txt` lists the fields of the
-SDKs' types and of other servers; `docs/fields.md` shows how each is handled.
+SDKs' types and of other servers; docs/fields.md and docs/fields_of_others.md show how each is handled.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _ignored(names: str) -> KnownFields:
 
 _TEXT = "the model makes text only"
 _ONE_ENGINE = "prefill and decode run in one engine"
-_ADAPTER = "no adapter is loaded"
+_ADAPTER = "name the adapter as model"
 _CODE = "serialized code is not accepted"
 _READS_TEXT = "the model takes text only"
 _SAMPLER = "there is no such sampler; use temperature, top_k, top_p and min_p"
@@ -234,7 +234,8 @@ MESSAGES = _refused(
         "seed min_p logit_bias frequency_penalty presence_penalty repetition_penalty stop_regex bad_words "
         "allowed_token_ids min_tokens ignore_eos logprobs top_logprobs": "use /v1/chat/completions",
         "functions function_call": "use tools and tool_choice",
-        "previous_response_id": "use /v1/responses",
+        "previous_response_id conversation": "use thread, or /v1/responses",
+        "previous_message_id": "use thread",
     },
     (1,),
 ) | _ignored(
@@ -326,7 +327,7 @@ SCORING = _refused(
 CHAT_MESSAGE = _refused(
     {
         "prefix partial": "use continue_final_message: true beside messages",
-        "images": "the model takes text only",
+        "images": "images are parts of the content",
         "audio": "the model hears nothing; send the transcript as content",
     }
 ) | _ignored("annotations reasoning_details cache_control phase id thinking_blocks provider_specific_fields")

@@ -23,7 +23,7 @@ _REF = "#/components/schemas/{model}"
 
 
 def documented(
-    answer: type[BaseModel] = answers.ServerInfo,
+    answer: type[BaseModel] | None = answers.ServerInfo,
     *,
     body: type[BaseModel] | None = None,
     events: type[BaseModel] | None = None,
@@ -32,13 +32,15 @@ def documented(
 ) -> dict[str, Any]:
     """Return keyword arguments for a route decorator.
 
-    answer: model of a response of status 200. With `many` the response may also be a list of it
+    answer: model of a response of status 200; None: it is text. With `many` the response may also be a list of it
     events: model of the data of a stream's events
     error: model of the body of a 4xx or 5xx
     """
-    shape = _schema(answer)
-    whole = {"anyOf": [shape, {"type": "array", "items": shape}]} if many else shape
-    content = {"application/json": {"schema": whole}}
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if answer is not None:
+        shape = _schema(answer)
+        whole = {"anyOf": [shape, {"type": "array", "items": shape}]} if many else shape
+        content = {"application/json": {"schema": whole}}
     if events is not None:
         content["text/event-stream"] = {"schema": _schema(events)}
     extra: dict[str, Any] = {"responses": {"200": {"content": content}}}

@@ -22,7 +22,8 @@ MAIN = 0  # row of the main process
 _BODIES, _LIVE, _WAITING, _RUNNING = range(4)
 _FIXED = 4  # columns before the keys' columns
 _WAIT = len(COUNTS)  # column of a key after its counts: seconds until it may send requests
-_A_KEY = len(COUNTS) + 1
+_USED = _WAIT + 1  # tokens that are missing from its bucket
+_A_KEY = _USED + 1
 
 
 class NeedsMainProcessError(Exception):
@@ -120,13 +121,19 @@ class SharedCounts:
         """Return the seconds until the key may send requests, as the main process last wrote them."""
         return self._group.board.rows[MAIN][self._first + _WAIT]
 
+    @property
+    def used(self) -> float:
+        """Return how many tokens are missing from the key's bucket, as the main process last wrote it."""
+        return self._group.board.rows[MAIN][self._first + _USED]
+
     def refill(self, usage: KeyUsage) -> None:
         """Take the tokens that other processes used out of the key's bucket, and write its wait. Main process only."""
         if usage.bucket is not None:
             used = self.others("prompt_tokens") + self.others("completion_tokens")
             usage.bucket.take(int(used - self._seen))
             self._seen = used
-            self._group.board.rows[MAIN][self._first + _WAIT] = usage.bucket.seconds_until_some
+            row = self._group.board.rows[MAIN]
+            row[self._first + _WAIT], row[self._first + _USED] = usage.bucket.seconds_until_some, usage.bucket.used
 
     def absorb(self, row: int, usage: KeyUsage) -> None:
         """Keep the counts of a process that has ended, without its open requests. Main process only."""

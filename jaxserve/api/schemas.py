@@ -43,6 +43,7 @@ from jaxserve.api.scoring.protocol import (
     ScoreRequest,
 )
 from jaxserve.api.sessions import CloseSessionRequest, OpenSessionRequest
+from jaxserve.api.sglang import adapters
 from jaxserve.api.sglang import protocol as sglang
 from jaxserve.api.sglang.protocol import (
     AbortRequest,
@@ -66,6 +67,8 @@ BODIES: tuple[type[BaseModel], ...] = (
     *(CreateConversationRequest, UpdateConversationRequest, AddItemsRequest),
     *(UpdateWeightsRequest, UpdateVersionRequest, PauseRequest, ContinueRequest, MemoryRequest),
     ReadWeightsRequest,
+    *(adapters.LoadLoraRequest, adapters.UnloadLoraRequest),
+    *(adapters.LoadAdapterRequest, adapters.UnloadAdapterRequest),
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion, models.ModelList),
@@ -78,6 +81,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
         sglang.MemoryState,
         sglang.WeightRows,
         sglang.WeightsUpdated,
+        adapters.AdaptersLoaded,
         answers.ServerInfo,
         sglang.SessionId,
     ),

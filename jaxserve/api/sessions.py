@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.fields import Body, SessionParams
 from jaxserve.client.async_engine import AbortSignal
 from jaxserve.errors import InvalidValueError, NotFoundError, QueueFullError
@@ -25,8 +25,8 @@ from jaxserve.types.step import FinishReason
 
 
 class OpenSessionRequest(Body):
-    session_id: limits.Identifier | None = Field(None, description="Default: a new id.")
-    capacity_of_str_len: limits.TokenCountOrZero | None = Field(
+    session_id: ranges.Identifier | None = Field(None, description="Default: a new id.")
+    capacity_of_str_len: ranges.TokenCountOrZero | None = Field(
         None, description="Maximum characters of a request's context; 0, the default: no limit."
     )
     streaming: bool | None = Field(None, description="Each request is appended to the previous one.")
@@ -36,7 +36,7 @@ class OpenSessionRequest(Body):
 
 
 class CloseSessionRequest(Body):
-    session_id: limits.Identifier
+    session_id: ranges.Identifier
 
 
 MAX_SESSIONS = 4096

@@ -1,7 +1,7 @@
 """Hold the state that the routes of one server share. create_app makes it; routes reach it through the request.
 
 `EngineProtocol` is the whole boundary between api/ and the engine. `AsyncEngine` implements it, and so does the fake of
-the tests. The parts of the state follow: the grammar compiler, the thread pools, the logged unknown fields and the live
+the tests. The parts of the state follow: the grammar checker, the thread pools, the logged unknown fields and the live
 requests. The last functions check the model's files at the start, for mistakes that only the first requests would show.
 """
 
@@ -15,13 +15,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol, Unpack
 
 from starlette.requests import Request
 
 from jaxserve.api.body_cost import BodyLimits, BodySum
 from jaxserve.api.encryption import Encryption, encryption_key
-from jaxserve.api.keys import Caller, KeyUsages
+from jaxserve.api.keys import Caller, KeyRing, KeyUsages
 from jaxserve.api.process_group import Peers, ProcessGroup, SessionsInMainProcess
 from jaxserve.api.sessions import Sessions
 from jaxserve.api.unread import UnreadStreams
@@ -30,7 +31,11 @@ from jaxserve.client.async_engine import AbortSignal, GenerateOptions
 from jaxserve.client.replicas import ReplicaState
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ModelNotFoundError, NotReadyError
-from jaxserve.grammar.compile import GrammarCompiler
+from jaxserve.grammar.checker import GrammarChecker
+from jaxserve.media.fetch import Fetcher
+from jaxserve.media.processor import has_settings, read_settings
+from jaxserve.media.reader import LONG_BYTES as LONG_PICTURE
+from jaxserve.media.reader import PictureReader
 from jaxserve.store import Store
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
@@ -40,10 +45,13 @@ from jaxserve.text.pairs import PairEncoder
 from jaxserve.text.renderer import LONG_BYTES, Renderer
 from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import EngineInfo, EngineStats, WaitingRequest
+from jaxserve.types.calls import EngineCall
+from jaxserve.types.messages import AdapterStatus, EngineInfo, EngineStats, Located, WaitingRequest
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+RELOADED = ("api_key", "admin_api_key", "keys", "request_timeout", "drain_timeout")  # of the section server
 
 
 class StatusProtocol(Protocol):
@@ -64,6 +72,8 @@ class EngineProtocol(Protocol):
 
     @property
     def config(self) -> Config: ...
+    @property
+    def located(self) -> Located | None: ...  # the directory of the tokenizer, once it is known
     @property
     def info(self) -> EngineInfo: ...
     @property
@@ -101,23 +111,24 @@ class EngineProtocol(Protocol):
         """Return the requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
         ...
 
-    async def call(self, method: str, **args: Any) -> Any:
-        """Make a call that the engine's server knows: flush_cache, waiting, or a call of EngineControl.
+    async def call(self, call: EngineCall) -> Any:
+        """Make a call to all engines of the server. Raises an HTTPError."""
+        ...
 
-        Raises an HTTPError.
-        """
+    async def finish(self) -> bool:
+        """Pause when the requests that have arrived so far have ended. Returns False if that was given up."""
         ...
 
 
 class GrammarChecks:
-    """The grammar compiler of one server, created by `start` or by the first constrained request."""
+    """The grammar checker of one server, created by `start` or by the first constrained request."""
 
     def __init__(self) -> None:
-        self._compiler: GrammarCompiler | None = None
+        self._checker: GrammarChecker | None = None
         self._making = asyncio.Lock()
 
     async def start(self, engine: EngineProtocol) -> None:
-        """Start the compiler's process, so that no request waits for it. The engine must be ready."""
+        """Start the checker's process, so that no request waits for it. The engine must be ready."""
         await (await self._made(engine)).start()
 
     async def check(self, spec: GrammarSpec, param: str, engine: EngineProtocol) -> GrammarSpec:
@@ -127,17 +138,17 @@ class GrammarChecks:
         """
         return await (await self._made(engine)).check(spec, param=param)
 
-    async def _made(self, engine: EngineProtocol) -> GrammarCompiler:
+    async def _made(self, engine: EngineProtocol) -> GrammarChecker:
         async with self._making:
-            if self._compiler is None:
+            if self._checker is None:
                 size, ids = engine.info.vocab_size, tuple(engine.info.eos_token_ids)
                 text = await asyncio.to_thread(engine.tokenizer.to_json, size)  # megabytes
-                self._compiler = GrammarCompiler(text, vocab_size=size, eos_token_ids=ids)
-            return self._compiler
+                self._checker = GrammarChecker(text, vocab_size=size, eos_token_ids=ids)
+            return self._checker
 
     async def stop(self) -> None:
-        if self._compiler is not None:
-            await self._compiler.stop()
+        if self._checker is not None:
+            await self._checker.stop()
 
 
 MAX_LOGGED_FIELDS = 256  # names come from clients, so their number is limited
@@ -161,6 +172,16 @@ def template_pools() -> SizedPools:
     """Return pools with one thread for each template worker, which renders one conversation at a time."""
     limits = {"max_jobs": 4096, "max_size": MAX_RENDERED_BYTES}
     return SizedPools("templates", "conversations", long=LONG_BYTES, threads=1, **limits)
+
+
+MAX_PICTURE_BYTES = 256 * 2**20  # of encoded pictures that wait for each of the two workers
+MAX_FETCHES = 8  # pictures that are fetched at once; 256 more wait
+
+
+def picture_pools() -> SizedPools:
+    """Return pools with one thread for each picture worker, which reads one picture at a time."""
+    limits = {"max_jobs": 4096, "max_size": MAX_PICTURE_BYTES}
+    return SizedPools("pictures", "images", long=LONG_PICTURE, threads=1, **limits)
 
 
 class UnknownFields:
@@ -229,6 +250,10 @@ class ServerState:
     bodies: BodySum = field(default_factory=lambda: BodySum([0.0]))
     body_work: WorkPool = field(default_factory=body_pool)
     template_work: SizedPools = field(default_factory=template_pools)
+    picture_work: SizedPools = field(default_factory=picture_pools)
+    picture_fetches: WorkPool = field(
+        default_factory=lambda: WorkPool("fetches", "images", threads=MAX_FETCHES, max_jobs=256, max_size=256)
+    )
     file_work: Waiting = field(
         default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_WAITING_FILE_BYTES)
     )
@@ -243,6 +268,7 @@ class ServerState:
     peers: Peers | None = None  # the workers, in the main process
 
     def __post_init__(self) -> None:
+        self.key_ring = KeyRing(self.config.server)
         if self.group is not None:
             self.bodies = self.group.bodies()
             self.live = LiveRequests(self.group.count_running)
@@ -262,7 +288,8 @@ class ServerState:
 
     @cached_property
     def _body_limits(self) -> BodyLimits:
-        return BodyLimits.of(self.config.server, self.engine.info.max_model_len)
+        info = self.engine.info
+        return BodyLimits.of(self.config.server, info.max_model_len, takes_pictures=info.pictures is not None)
 
     @cached_property
     def key_usages(self) -> KeyUsages:
@@ -270,6 +297,26 @@ class ServerState:
         if self.group is not None:
             self.group.join(usages)
         return usages
+
+    def reload(self, config: Config) -> Config:
+        """Use the keys and limits of a configuration that was read again; return the configuration that is now used.
+
+        Raises ConfigError if they cannot change while the server runs; then nothing changes.
+        """
+        section = self.config.server
+        taken = {name: getattr(config.server, name) for name in RELOADED}
+        new = section.model_copy(update=taken)
+        if new.needs_key != section.needs_key:
+            what = "server.api_key and server.keys: whether clients need a key"
+            raise ConfigError(f"{what} cannot change while the server runs", fix="restart it")
+        if self.group is not None and any(getattr(section, name) != value for name, value in taken.items()):
+            names = ", ".join(f"server.{name}" for name in RELOADED)
+            raise ConfigError(f"with server.workers, {names} are read at the start only", fix="restart the server")
+        self.config = self.config.model_copy(update={"server": new})
+        self.key_ring = KeyRing(new)
+        if "key_usages" in self.__dict__:  # else it is made from the new configuration
+            self.key_usages.reload(new.keys)
+        return self.config
 
     @cached_property
     def unread(self) -> UnreadStreams:
@@ -317,6 +364,64 @@ class ServerState:
         wanted = [None] if template.tools_source == template.source else [None, [_SOME_TOOL]]
         return all(_shows_late_system(template, tools) for tools in wanted)
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether the model reads pictures."""
+        return self.engine.info.pictures is not None
+
+    @cached_property
+    def pictures(self) -> PictureReader:
+        """The reader of pictures. Raises InvalidValueError if the model takes none, ConfigError as `read_settings`."""
+        info = self.engine.info.pictures
+        if info is None:
+            raise InvalidValueError("This model takes no images.", param="messages")
+        located = self.engine.located
+        places = [Path(self.engine.info.model_path), *([] if located is None else [Path(located.tokenizer_dir)])]
+        directory = next(filter(has_settings, places), places[-1])
+        settings = read_settings(directory, info)
+        metrics = self.metrics
+        return PictureReader(
+            self.config.media,
+            settings,
+            info.kind,
+            on_hit=metrics.picture_hits.inc,
+            on_end=metrics.picture_worker_ends.inc,
+        )
+
+    @cached_property
+    def picture_fetcher(self) -> Fetcher:
+        section = self.config.media
+        return Fetcher(section.allowed_hosts, section.max_bytes)
+
+    @cached_property
+    def picture_placeholder(self) -> str:
+        """The text of the token that stands for a picture. Raises ConfigError if it is no special token."""
+        info = self.engine.info.pictures
+        text = None if info is None else self.engine.tokenizer.id_to_token(info.token_id)
+        if text is None or text not in self.engine.tokenizer.special_texts:
+            raise ConfigError(
+                f"the placeholder of images, {text!r}, is no special token, so that any text could stand for an image",
+                fix="use the tokenizer that the model was trained with (model.tokenizer)",
+            )
+        return text
+
+    @cached_property
+    def tools_show_pictures(self) -> bool:
+        """Whether the chat template shows a picture in a tool's result. Read it in a thread: it renders."""
+        template = self.chat_template
+        messages = [*MESSAGES, _CALL, {"role": "tool", "tool_call_id": "callcall0", "content": [{"type": "image"}]}]
+        try:
+            return template is not None and self.picture_placeholder in template.render(TemplateInput(messages))
+        except HTTPError:
+            return False
+
+    def stop_pictures(self) -> None:
+        self.picture_work.stop()
+        self.picture_fetches.stop()
+        reader = self.__dict__.get("pictures")
+        if reader is not None:
+            reader.stop()
+
     def stop_rendering(self) -> None:
         self.template_work.stop()
         template = self.__dict__.get("_chat_template")
@@ -335,22 +440,45 @@ class ServerState:
         """Return the names under which answers show the reasoning."""
         return ("reasoning_content", "reasoning")[: 2 if self.config.server.reasoning_field == "both" else 1]
 
+    @property
+    def adapters(self) -> dict[str, AdapterStatus]:
+        """The loaded adapters by name."""
+        return {each.name: each for each in self.engine.stats().adapters}
+
+    def find_adapter(self, name: str) -> AdapterStatus | None:
+        """Return the adapter that a model name means: its own name, or MODEL:ADAPTER. None if there is none."""
+        adapters, served = self.adapters, self.engine.info.served_names
+        names = (name, *(name.removeprefix(f"{model}:") for model in served if name.startswith(f"{model}:")))
+        return next((adapters[each] for each in names if each in adapters), None)
+
+    def serves(self, name: str) -> bool:
+        """Return whether a model name means the model or an adapter."""
+        return name in self.engine.info.served_names or self.find_adapter(name) is not None
+
+    def adapter_digest(self, name: str | None) -> str:
+        """Return the digest of the adapter that a model name means; "" if it means the model itself.
+
+        Raises ModelNotFoundError if it means neither, as after an unloading: no adapter's request gets the model alone.
+        """
+        served = self.engine.info.served_names
+        if name is None or name in served:
+            return ""
+        if (adapter := self.find_adapter(name)) is None:
+            shown = ", ".join((*served, *self.adapters))
+            raise ModelNotFoundError(f"The model {name!r} does not exist. Served: {shown}.", param="model")
+        return adapter.digest
+
     def check_model(self, name: str | None) -> str:
         """Return the model name to answer with; None means the first served name. Raises ModelNotFoundError."""
-        names = self.engine.info.served_names
-        if name is None:
-            return names[0]
-        if name not in names:
-            shown = ", ".join(names)
-            raise ModelNotFoundError(f"The model {name!r} does not exist. Served: {shown}.", param="model")
-        return name
+        self.adapter_digest(name)
+        return self.engine.info.served_names[0] if name is None else name
 
     def check_messages(self, name: str | None) -> str:
         """As `check_generates`, for a route of Messages, where the name of an Anthropic model means the served model.
 
         Agents ask for claude-haiku and others for their small tasks, whichever model they were given.
         """
-        if name is not None and name.startswith("claude-") and name not in self.engine.info.served_names:
+        if name is not None and name.startswith("claude-") and not self.serves(name):
             if not self.has_told_claude:
                 logger.info("/v1/messages: %r is answered by %r", name, self.engine.info.served_names[0])
                 self.has_told_claude = True
@@ -384,6 +512,11 @@ def server_state(request: Request) -> ServerState:
 
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "callcall0", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+}
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -423,6 +556,15 @@ def _render(template: Renderer, tools: list[dict[str, Any]] | None) -> str:
     except InvalidValueError as error:
         what = "a conversation with tools" if tools else "a plain conversation"
         raise ConfigError(f"model.chat_template: {error.message}, trying {what}", fix=NO_TEMPLATE) from error
+
+
+def check_pictures(state: ServerState) -> None:
+    """Read how the model's pictures are processed. Raises ConfigError if this server cannot. The engine must be ready.
+
+    Pillow is not imported, and no worker is started: the first picture does that.
+    """
+    if state.takes_pictures:
+        _ = state.pictures, state.picture_placeholder
 
 
 def check_vocabulary(state: ServerState) -> None:

@@ -204,6 +204,11 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which a text leaves out unless it is asked for them."""
+        return self._tokenizer.special_ids
+
     def text(self, token_id: int) -> str:
         """Decode the token's bytes; an incomplete character becomes U+FFFD."""
         found = self._texts.get(token_id)

@@ -37,6 +37,7 @@ from jaxserve.api.http.middleware import (
     RequestContext,
 )
 from jaxserve.api.http.sse import BegunAnswer, until_disconnect
+from jaxserve.api.keys import KeyRing
 from jaxserve.api.ollama.protocol import API_VERSION
 from jaxserve.api.openai.models import model_list
 from jaxserve.config import Config
@@ -342,10 +343,15 @@ def create_front(loaded_models: LoadedModels, config: Config) -> FastAPI:
 
 def _middleware(config: Config, limits: BodyLimits, metrics: Metrics) -> list[Middleware]:
     """List the middleware, outermost first: as in a server of one model, but without the readiness gate."""
-    section = config.server
+    section, key_ring = config.server, KeyRing(config.server)
     chain = [
         Middleware(RequestContext, metrics=metrics, tracing=NoTracing(), log_requests=config.logging.requests),
-        Middleware(Authentication, config=section, more_admin_paths=MODELS_ADMIN_PATHS),
+        Middleware(
+            Authentication,
+            keys=lambda: key_ring,
+            metrics_auth=section.metrics_auth,
+            more_admin_paths=MODELS_ADMIN_PATHS,
+        ),
         Middleware(BodyLimit, limits=lambda: limits, held=BodySum([0.0]), timeout=section.body_timeout),
     ]
     if section.cors_origins:
@@ -372,7 +378,8 @@ class FrontMetrics:
     def _loaded(self) -> MetricFamily:
         name = "jaxserve:model_loaded"
         samples: list[Any] = [
-            (name, {"model": each.plan.name}, float(each.state == "loaded")) for each in self._loaded_models.all
+            (name, dict.fromkeys(("model", "model_name"), each.plan.name), float(each.state == "loaded"))
+            for each in self._loaded_models.all
         ]
         return {"name": name, "kind": "gauge", "text": "whether the model is loaded", "samples": samples}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,9 @@ class EngineCollector(Collector):
             yield from _drafts(stats.drafts, labels)
         if replica.info is not None:
             yield _cache_config(replica.info, replica.engine)
+            if replica.info.lora_slots:
+                yield _lora_requests(replica.info.lora_slots, labels, stats)
+                yield from _of_adapters(labels, stats)
 
 
 def _step_sizes(name: str, labels: Mapping[str, str], stats: EngineStats) -> Iterable[Metric]:
@@ -112,6 +116,29 @@ def _states(replicas: Sequence[ReplicaState]) -> Iterable[Metric]:
     yield role
 
 
+def _lora_requests(slots: int, labels: Mapping[str, str], stats: EngineStats) -> Metric:
+    """Name the adapters of running and waiting requests in labels, as vLLM does for gateways. The value is the time."""
+    running = ",".join(each.name for each in stats.adapters if each.num_running)
+    waiting = ",".join(each.name for each in stats.adapters if each.num_waiting)
+    own = {"max_lora": str(slots), "running_lora_adapters": running, "waiting_lora_adapters": waiting, **labels}
+    family = GaugeMetricFamily("vllm:lora_requests_info", "adapters of running and waiting requests", labels=list(own))
+    family.add_metric([*own.values()], time.time())
+    return family
+
+
+def _of_adapters(labels: Mapping[str, str], stats: EngineStats) -> Iterable[Metric]:
+    """Yield the running and waiting requests of each adapter."""
+    for state, counts in (
+        ("running", {each.name: each.num_running for each in stats.adapters}),
+        ("waiting", {each.name: each.num_waiting for each in stats.adapters}),
+    ):
+        name = f"jaxserve:adapter_requests_{state}"
+        family = GaugeMetricFamily(name, f"requests of an adapter that are {state}", labels=["adapter", *labels])
+        for adapter, count in counts.items():
+            family.add_metric([adapter, *labels.values()], count)
+        yield family
+
+
 def _waiting_by_reason(labels: Mapping[str, str], stats: EngineStats) -> Metric:
     """Split the waiting requests by vLLM's reasons: capacity, or deferred if free capacity would not help."""
     name = "vllm:num_requests_waiting_by_reason"
@@ -125,17 +152,18 @@ def gauges(reading: EngineReading) -> dict[str, float]:
     """Return the gauges of one engine by name."""
     info, stats = reading.info, reading.stats
     total = info.num_pages if info is not None else 0
-    windowed = info.memory_plan.get("num_window_pages", 0) if info is not None else 0
-    in_windows = stats.details.get("window_pages_used", 0.0) / windowed if windowed else 0.0
+    groups = info.memory_plan.get("groups", ()) if info is not None else ()
+    used = [stats.details.get(f"group_{index}_pages_used", 0.0) for index in range(1, 1 + len(groups))]
+    of_groups = [count / group["num_pages"] for count, group in zip(used, groups, strict=True)]
     return {
         "jaxserve:num_requests_running": stats.num_running,
         "jaxserve:num_requests_waiting": stats.num_waiting,
-        "jaxserve:kv_cache_usage": max(stats.num_pages_used / total if total else 0.0, in_windows),
+        "jaxserve:kv_cache_usage": max(stats.num_pages_used / total if total else 0.0, *of_groups, 0.0),
         "jaxserve:cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
         "jaxserve:pages_total": total,
         "jaxserve:pages_free": stats.num_pages_free,
         "jaxserve:pages_cached": stats.num_pages_cached,
-        **{f"jaxserve:{name}": value for name, value in stats.details.items()},
+        **{f"jaxserve:{name}": value for name, value in stats.details.items() if not name.startswith("group_")},
     }
 
 

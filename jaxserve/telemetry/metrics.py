@@ -1,6 +1,7 @@
 """Prometheus metrics, one registry per server: request counters and histograms, and the engine's gauges at scrape time.
 
-Names are `jaxserve:*`. Metrics that common routers and dashboards read are also exported as `vllm:*`.
+Names are `jaxserve:*`. Metrics that common routers and dashboards read are also exported as `vllm:*`. All of these have
+the label `model_name`, once the model is known.
 
 A server with several API processes adds up the metrics of the same name and labels (`merge_families`).
 """
@@ -51,6 +52,18 @@ def read_families(registry: Collector | CollectorRegistry) -> Families:
             "samples": [(sample.name, sample.labels, sample.value) for sample in metric.samples],
         }
         for metric in registry.collect()
+    ]
+
+
+def named(families: Families, model: str) -> Families:
+    """Return the families with the label `model_name` on every sample of ours that lacks it. model: "" adds nothing"""
+    if not model:
+        return families
+    return [
+        {**each, "samples": [(name, {"model_name": model} | labels, value) for name, labels, value in each["samples"]]}
+        if each["name"].startswith("jaxserve:")
+        else each
+        for each in families
     ]
 
 
@@ -108,13 +121,19 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, descriptors and CPU of the API process
         self.registry.register(_TaskCollector())
-        self.model = ""  # label of vLLM's names; known after the engine was ready
+        self.model = ""  # the label model_name; known after the engine was ready
         self._read_engine: Callable[[], EngineReading] | None = None
         self.http_responses = self._counter("http_responses", "Answers by status.", ["method", "status"])
         self.requests = self._counter("request_success", "Choices that ended, by reason.", ["finished_reason"])
         self.errors = self._counter("request_errors", "Requests that ended with an error, by code.", ["code"])
         self.unoffered_calls = self._counter(
             "unoffered_tool_calls", "Calls of tools that the request did not offer, sent as text.", []
+        )
+        self.pictures = self._counter("images", "Images in prompts.", [])
+        self.picture_tokens = self._counter("image_tokens", "Prompt tokens of images.", [])
+        self.picture_hits = self._counter("image_cache_hits", "Images that were decoded for an earlier request.", [])
+        self.picture_worker_ends = self._counter(
+            "image_worker_ends", "Images whose decoding ended their worker process.", []
         )
         self._rejections = self._counter(
             "admission_rejections", "Requests refused because the queue was full, by limit.", ["reason"]
@@ -161,13 +180,16 @@ class Metrics:
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD", "OPTIONS") else "other"
         self.http_responses.labels(method, str(status)).inc()
 
-    def render(self, others: Sequence[Families] = ()) -> bytes:
-        """Return the metrics in Prometheus' text format. others: metrics of other processes, which are added"""
+    def families(self) -> Families:
+        """Return the current values, all with the model's name."""
         info = self._read_engine().info if self._read_engine is not None else None
         self.model = info.served_names[0] if info is not None else self.model
-        if not others:
-            return generate_latest(self.registry)
-        return generate_latest(FamilyCollector(merge_families([read_families(self.registry), *others])))
+        return named(read_families(self.registry), self.model)
+
+    def render(self, others: Sequence[Families] = ()) -> bytes:
+        """Return the metrics in Prometheus' text format. others: metrics of other processes, which are added"""
+        own = self.families()
+        return generate_latest(FamilyCollector(merge_families([own, *others]) if others else own))
 
 
 class Latencies:
@@ -293,6 +315,8 @@ class _KeyCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the counters of each key."""
         keys = list(self._read())
+        if not keys:
+            return
         live = GaugeMetricFamily("jaxserve:key_requests_live", "requests in hand of an API key", labels=["key"])
         counters = {
             name: CounterMetricFamily(f"jaxserve:key_{name}", f"{name.replace('_', ' ')} of an API key", labels=["key"])

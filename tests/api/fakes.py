@@ -16,6 +16,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import ExtraParams, SamplingMask, TokenExtras
 from jaxserve.types.messages import (
     Abort,
+    AdapterStatus,
     Add,
     Call,
     EngineInfo,
@@ -45,6 +46,7 @@ CALLS = {
     "update_from_directory": "1",
     "update_from_file": "1",
     "set_weight_version": "1",
+    "load_adapter": {"name": "sql", "digest": "1" * 32, "rank": 8, "version": 2},
 }
 
 
@@ -131,6 +133,7 @@ class FakeLink:
         self.seen: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.calls: list[Call] = []
+        self.adapters: list[AdapterStatus] = []
         self.running: dict[str, asyncio.Task[None]] = {}
         self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()
 
@@ -161,7 +164,7 @@ class FakeLink:
                 self.calls.append(message)
                 if not self.answers_calls:
                     return
-                result = CALLS.get(message.method, True)
+                result = CALLS.get(message.call.name, True)
                 error = str(result) if isinstance(result, Exception) else None
                 self._messages.put_nowait(Reply(message.call_id, None if error else result, error, status=500))
 
@@ -188,7 +191,8 @@ class FakeLink:
             self._put(TokenOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
 
     def _put(self, output: TokenOutput) -> None:
-        stats = EngineStats(num_running=len(self.running), num_pages_used=16 * len(self.running))
+        running = len(self.running)
+        stats = EngineStats(num_running=running, num_pages_used=16 * running, adapters=self.adapters)
         self._messages.put_nowait(Outputs([output], stats))
 
     async def _run(self, request: EngineRequest) -> None:

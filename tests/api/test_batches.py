@@ -1,7 +1,6 @@
 """The Batch API as the official client uses it, through the real routes and an engine whose tokens are known."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from jaxserve.errors import InvalidValueError
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.api.conftest import LiveServer, reply_with
 from tests.api.test_tools import STRICT
+from tests.scrape import values
 from tests.waiting import wait_until
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -187,10 +187,9 @@ def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     live.link.delay = 0.002
     batch = create(client, [chat_line(number) for number in range(5000)])
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10, "ten lines are done")
-    text = live.http.get("/metrics").text
-    assert "jaxserve:batches_requests 5000.0" in text and "jaxserve:batches_running 1.0" in text
-    finished = re.search(r"^jaxserve:batches_requests_finished (\S+)", text, re.M)
-    assert finished is not None and 10 <= float(finished[1]) < 5000
+    metrics = values(live.http.get("/metrics").text)
+    assert (metrics["jaxserve:batches_requests"], metrics["jaxserve:batches_running"]) == (5000, 1)
+    assert 10 <= metrics["jaxserve:batches_requests_finished"] < 5000
     assert client.batches.cancel(batch.id).status == "cancelling"
     client.files.delete(batch.input_file_id)
     batch = wait(client, batch)
@@ -201,8 +200,8 @@ def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     assert len(output) + len(errors) == 5000
     assert {line["error"]["code"] for line in errors if line["response"] is None} == {"batch_cancelled"}
     assert client.batches.cancel(batch.id).status == "cancelled"
-    wait_until(lambda: "jaxserve:batches_running 0.0" in live.http.get("/metrics").text, "no batch runs")
-    assert "jaxserve:batches_requests 0.0" in live.http.get("/metrics").text
+    wait_until(lambda: not values(live.http.get("/metrics").text)["jaxserve:batches_running"], "no batch runs")
+    assert values(live.http.get("/metrics").text)["jaxserve:batches_requests"] == 0
 
 
 def test_5000_lines(client: Any) -> None:

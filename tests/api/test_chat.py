@@ -75,6 +75,26 @@ def test_logprobs_streamed_and_whole(client: Any, top: int) -> None:
             assert other.logprob != entry.logprob or other.token == entry.token
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_leave_out_special_tokens_that_the_content_omits(
+    server: LiveServer, client: Any, stream: bool
+) -> None:
+    tokenizer = server.link.tokenizer
+    (end,) = tokenizer.encode("<|im_end|>")
+    token_ids = [*tokenizer.encode("one"), end, *tokenizer.encode("\ntwo")]
+    reply_with(server, token_ids)
+    keys = {"model": "demo", "messages": MESSAGES, "logprobs": True, "max_tokens": len(token_ids)}
+    keys |= {"extra_body": {"ignore_eos": True}}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**keys, stream=True)]
+        content = "".join(chunk.delta.content or "" for chunk in chunks)
+        entries = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    else:
+        choice = client.chat.completions.create(**keys).choices[0]
+        content, entries = choice.message.content, choice.logprobs.content
+    assert content == "one\ntwo" == "".join(entry.token for entry in entries)
+
+
 def test_a_stop_string_is_not_leaked(server: LiveServer, client: Any) -> None:
     reply_with(server, "one two STOP three")
     keys = {"model": "demo", "messages": MESSAGES, "stop": ["STOP"]}

@@ -85,6 +85,25 @@ def test_echo_with_logprobs_as_lm_eval_reads_it(server: LiveServer, client: Any,
         assert whole_text[offset : offset + len(token)] == token, place
 
 
+@pytest.mark.parametrize("prompt", ["<|im_start|>user\nhi", "a<|im_end|>b", "<|im_start|><|im_start|>x<|im_end|>"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_of_an_echo_count_the_special_tokens_that_the_prompt_spells(
+    server: LiveServer, client: Any, prompt: str, stream: bool
+) -> None:
+    reply_with(server, " ok")
+    keys = {"model": "demo", "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 8}
+    if stream:
+        choices = [chunk.choices[0] for chunk in client.completions.create(**keys, stream=True) if chunk.choices]
+    else:
+        choices = client.completions.create(**keys).choices
+    text = "".join(choice.text for choice in choices)
+    arrays = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    pairs = [pair for each in arrays for pair in zip(each.tokens, each.text_offset, strict=True)]
+    assert text == prompt + " ok"
+    for token, offset in pairs:
+        assert text.startswith(token, offset) or offset == len(text), (token, offset)  # or the end token
+
+
 def test_max_tokens_zero_without_echo_is_an_empty_text(client: Any) -> None:
     choice = client.completions.create(model="demo", prompt="x", max_tokens=0).choices[0]
     assert (choice.text, choice.finish_reason) == ("", "length")

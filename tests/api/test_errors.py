@@ -207,7 +207,13 @@ def test_head_is_answered_as_get(server: LiveServer, path: str) -> None:
 
 def test_head_of_a_route_without_get(server: LiveServer) -> None:
     answer = server.http.head("/v1/chat/completions")
-    assert answer.status_code == 405 and "POST" in answer.headers["allow"]
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+
+
+def test_allow_names_head_where_get_is_answered(server: LiveServer) -> None:
+    for path in ("/v1/models", "/health", "/api/tags"):
+        answer = server.http.delete(path)
+        assert answer.status_code == 405 and set(answer.headers["allow"].split(", ")) >= {"GET", "HEAD"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from docgen.fields import APIS, listed, reference, verdict
 from jaxserve.api.known_fields import EVERYWHERE
 from tests.api.conftest import LiveServer, reply_with
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "fields.md"
+DOCS = Path(__file__).parents[2] / "docs"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 BODIES: dict[str, dict[str, Any]] = {
     "chat": CHAT,
@@ -37,8 +37,10 @@ def test_every_listed_field_has_a_verdict() -> None:
     assert len(listed()) > 1000 and listed() == list(dict.fromkeys(listed()))
 
 
-def test_the_page_is_that_of_the_table() -> None:
-    assert DOCUMENT.read_text("utf-8") == reference(), "python -m docgen.fields > docs/fields.md"
+def test_the_pages_are_those_of_the_table() -> None:
+    pages = reference()
+    assert {name: (DOCS / name).read_text("utf-8") for name in pages} == pages, "python -m docgen.fields"
+    assert all(len(page.encode()) <= 30_000 for page in pages.values())
 
 
 def test_no_field_has_two_verdicts() -> None:

@@ -1,5 +1,6 @@
 """What /metrics says, under which names; spans."""
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineStats, Outputs
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.step import DraftCounters
+from tests.scrape import values
 
 from .conftest import LiveServer, reply_with
 from .fakes import DEMO, demo_info
@@ -42,8 +44,7 @@ HISTOGRAMS = (
 
 def scrape(server: LiveServer) -> dict[str, float]:
     """Value by name and labels."""
-    lines = [line for line in server.http.get("/metrics").text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    return values(server.http.get("/metrics").text)
 
 
 def test_every_histogram_counts_a_request_once(server: LiveServer) -> None:
@@ -68,8 +69,8 @@ def test_lines_of_batches_do_not_blur_the_latencies_of_clients(server: LiveServe
 
 def test_the_cache_is_as_full_as_its_fuller_group_of_layers() -> None:
     info = demo_info(Tokenizer.from_directory(DEMO))
-    plan = info.memory_plan | {"num_window_pages": 40}
-    stats = EngineStats(num_pages_used=64, details={"window_pages_used": 30.0})
+    plan = info.memory_plan | {"groups": [{"num_pages": 100}, {"num_pages": 40}]}
+    stats = EngineStats(num_pages_used=64, details={"group_1_pages_used": 10.0, "group_2_pages_used": 30.0})
     windowed = msgspec.structs.replace(info, memory_plan=plan)
     assert gauges(EngineReading(info, stats))["jaxserve:kv_cache_usage"] == 0.25
     assert gauges(EngineReading(windowed, stats))["jaxserve:kv_cache_usage"] == 0.75
@@ -85,6 +86,8 @@ def test_names_that_routers_and_dashboards_read(server: LiveServer) -> None:
     assert 'vllm:request_success_total{finished_reason="stop",model_name="demo"}' in found
     for name in ("jaxserve:xla_compilations_total", "jaxserve:engine_restarts_total", "jaxserve:host_seconds_total"):
         assert name in found
+    samples = re.findall(r"^jaxserve:.*", server.http.get("/metrics").text, re.MULTILINE)
+    assert samples and all('model_name="demo"' in each for each in samples)
     assert found["jaxserve:api_tasks"] > 0 and found["process_open_fds"] > 0
 
 

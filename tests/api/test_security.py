@@ -29,7 +29,8 @@ OPEN = {"/health", "/live", "/metrics", "/"}
 POSTS = (
     "/flush_cache /reset_prefix_cache /abort_request /update_weights_from_disk /update_weights_from_tensor "
     "/update_weight_version /get_weights_by_name /pause_generation /continue_generation /release_memory_occupation "
-    "/resume_memory_occupation /pause /resume /sleep /wake_up"
+    "/resume_memory_occupation /pause /resume /sleep /wake_up /v1/load_lora_adapter /v1/unload_lora_adapter "
+    "/load_lora_adapter /unload_lora_adapter"
 )
 GETS = ("/key_usage", "/is_paused", "/is_sleeping")
 ADMIN_ROUTES = dict.fromkeys(POSTS.split(), "POST") | dict.fromkeys(GETS, "GET")
@@ -38,6 +39,10 @@ NEED_MORE = {
     "/update_weights_from_disk",
     "/update_weights_from_tensor",
     "/update_weight_version",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
 }
 WRONG = ["", "x", KEY[:-1], KEY + "x", KEY.upper(), KEY[:1], "schlüssel", "k" * 20_000]
 

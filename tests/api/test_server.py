@@ -11,6 +11,7 @@ from jaxserve.api.http.middleware import GENERATING_PATHS
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 from jaxserve.types.messages import EngineStats, Outputs
+from tests.scrape import values
 
 from .conftest import LiveServer, reply_with
 
@@ -151,18 +152,14 @@ def test_what_the_server_says_it_is(server: LiveServer) -> None:
 
 def test_metrics(server: LiveServer) -> None:
     reply_with(server, "short")
-    before = server.http.get("/metrics").text
+    before = values(server.http.get("/metrics").text)
     server.post("/v1/completions", TEXT)
     after = server.http.get("/metrics").text
-
-    def value(text: str, name: str) -> float:
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
-
     for name in (
         'jaxserve:request_success_total{finished_reason="stop"}',
         "jaxserve:time_to_first_token_seconds_count",
     ):
-        assert value(after, name) == value(before, name) + 1, name
+        assert values(after)[name] == before.get(name, 0) + 1, name
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert name in after
     [config] = [line for line in after.splitlines() if line.startswith("vllm:cache_config_info{")]

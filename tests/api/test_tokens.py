@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.limits import MAX_TOOLS
+from jaxserve.api.ranges import MAX_TOOLS
 from jaxserve.api.work_pool import TextEncoder, TextWork
 from jaxserve.config import Config
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.calls import FlushCache
 
 from .conftest import LiveServer
 from .fakes import DEMO
@@ -108,7 +109,7 @@ def test_admin_routes() -> None:
         headers = {"authorization": "Bearer root"}
         assert server.post("/flush_cache", {}, headers={"authorization": "Bearer no"}).status_code == 401
         assert server.post("/flush_cache", {}, headers=headers).json() == {"success": True}
-        assert [call.method for call in server.link.calls] == ["flush_cache"]
+        assert [each.call for each in server.link.calls] == [FlushCache()]
         assert server.post("/abort_request", {}, headers=headers).status_code == 400
         server.link.delay = 0.05
         body: dict[str, Any] = {"model": "demo", "prompt": "x", "request_id": "mine-1", "stream": True}

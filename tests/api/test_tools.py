@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve.config import Config
+from tests.scrape import values
+from tests.waiting import wait_until
 
 from .conftest import LiveServer, reply_with
 
@@ -340,9 +343,7 @@ def test_a_named_tool_is_called_exactly_once(server: LiveServer, client: Any) ->
 
 def test_a_call_of_a_tool_that_is_not_offered_is_text(server: LiveServer, client: Any) -> None:
     def counted() -> float:
-        found = re.search(r"^jaxserve:unoffered_tool_calls_total (\S+)$", server.http.get("/metrics").text, re.M)
-        assert found is not None
-        return float(found[1])
+        return values(server.http.get("/metrics").text)["jaxserve:unoffered_tool_calls_total"]
 
     before = counted()
     reply_with(server, CALL)
@@ -429,13 +430,17 @@ STRICT = """{% for m in messages %}<|im_start|>{{ m.role }}
 """
 
 
-def test_histories_with_odd_arguments_and_ids_render_on_every_route() -> None:
+def test_histories_with_odd_arguments_and_ids_render_on_every_route(tmp_path: Path) -> None:
     """With a template that walks through arguments, adds to contents and takes ids of nine characters only."""
     prompts: dict[str, list[str]] = {}
-    with LiveServer(Config().replace(model={"chat_template": STRICT})) as server:
+    lines: dict[str, list[bytes]] = {"/v1/chat/completions": [], "/v1/responses": []}
+    with LiveServer(Config().replace(model={"chat_template": STRICT}), store=tmp_path) as server:
         reply_with(server, "Fine.")
 
         def ask(path: str, body: dict[str, Any]) -> None:
+            if path in lines:
+                line = {"custom_id": str(len(lines[path])), "method": "POST", "url": path}
+                lines[path].append(json.dumps(line | {"body": {"model": "demo"} | body}).encode())
             answer = server.post(path, {"model": "demo", "stream": False} | body)
             assert answer.status_code == 200, (path, answer.text)
             prompts.setdefault(path, []).append(server.engine.tokenizer.decode(server.link.seen[-1].prompt_token_ids))
@@ -467,8 +472,28 @@ def test_histories_with_odd_arguments_and_ids_render_on_every_route() -> None:
                 messages = [user, {"role": "assistant", "tool_calls": [{"function": function}]}]
                 ask("/api/chat", {"messages": [*messages, {"role": "tool", "tool_name": "weather", "content": result}]})
         assert prompts["/v1/chat/completions"] == prompts["/v1/responses"] == prompts["/v1/messages"]
+        for path in lines:
+            seen = len(server.link.seen)
+            counts = run_batch(server, path, lines[path])
+            assert (counts["completed"], counts["failed"]) == (len(lines[path]), 0)
+            found = [server.engine.tokenizer.decode(each.prompt_token_ids) for each in server.link.seen[seen:]]
+            assert sorted(found) == sorted(prompts[path])
         without_ids = [[re.sub(r"\b[0-9a-f]{9}\b", "ID", text) for text in each] for each in prompts.values()]
         assert without_ids[0] == without_ids[-1] and all("ID weather" in text for text in without_ids[0])
+
+
+def run_batch(server: LiveServer, endpoint: str, lines: list[bytes]) -> dict[str, int]:
+    """The counts of a batch of these lines, once it has ended."""
+    files = {"file": ("in.jsonl", b"\n".join(lines))}
+    file = server.http.post("/v1/files", files=files, data={"purpose": "batch"}).json()
+    body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
+    batch = server.http.post("/v1/batches", json=body).json()
+
+    def look() -> dict[str, Any]:
+        return server.http.get(f"/v1/batches/{batch['id']}").json()
+
+    wait_until(lambda: look()["status"] in ("completed", "failed", "expired"), "the batch has ended")
+    return look()["request_counts"]
 
 
 def test_a_call_that_max_tokens_cut_can_be_sent_back() -> None:

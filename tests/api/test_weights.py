@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import BaseModel
 
@@ -25,6 +26,17 @@ from jaxserve.api.sglang.weights import checked_directory
 from jaxserve.config import Config
 from jaxserve.errors import InvalidValueError, ServerError
 from jaxserve.transport.socket_directory import PREFIX
+from jaxserve.types.calls import (
+    FlushCache,
+    Pause,
+    ReadWeights,
+    Resume,
+    SetWeightVersion,
+    Sleep,
+    UpdateFromDirectory,
+    UpdateFromFile,
+    Wake,
+)
 
 from .conftest import LiveServer
 from .fakes import CALLS
@@ -56,36 +68,35 @@ def called(server: LiveServer, path: str, method: str = "POST", **options: Any) 
     options.setdefault("headers", JSON)
     answer = server.http.request(method, path, **options)
     assert answer.status_code == 200, answer.text
-    return [(call.method, call.args) for call in server.link.calls]
+    return [each.call for each in server.link.calls]
 
 
-BOTH = ["weights", "kv_cache"]
 TOLD: list[tuple[str, Any, list[Any]]] = [
-    ("/pause_generation", None, [("pause", {"mode": "abort"})]),
-    ("/pause_generation", {"mode": "in_place"}, [("pause", {"mode": "in_place"})]),
-    ("/continue_generation", None, [("resume", {})]),
-    ("/continue_generation", {"torch_empty_cache": True}, [("resume", {})]),
-    ("/release_memory_occupation", {}, [("sleep", {"mode": "retract", "tags": BOTH})]),
-    ("/release_memory_occupation", {"tags": ["weights"]}, [("sleep", {"mode": "retract", "tags": ["weights"]})]),
-    ("/resume_memory_occupation", {"tags": ["kv_cache"]}, [("wake", {"tags": ["kv_cache"]})]),
-    ("/update_weight_version", {"new_version": "v"}, [("set_weight_version", {"version": "v", "running": "abort"})]),
+    ("/pause_generation", None, [Pause()]),
+    ("/pause_generation", {"mode": "in_place"}, [Pause("in_place")]),
+    ("/continue_generation", None, [Resume()]),
+    ("/continue_generation", {"torch_empty_cache": True}, [Resume()]),
+    ("/release_memory_occupation", {}, [Sleep(mode="retract")]),
+    ("/release_memory_occupation", {"tags": ["weights"]}, [Sleep(mode="retract", tags=("weights",))]),
+    ("/resume_memory_occupation", {"tags": ["kv_cache"]}, [Wake(("kv_cache",))]),
+    ("/update_weight_version", {"new_version": "v"}, [SetWeightVersion("v", "abort")]),
     (
         "/update_weight_version",
         {"new_version": "v", "abort_all_requests": False},
-        [("set_weight_version", {"version": "v", "running": None})],
+        [SetWeightVersion("v")],
     ),
-    ("/pause", None, [("pause", {"mode": "abort"}), ("flush_cache", {})]),
-    ("/pause?clear_cache=false", None, [("pause", {"mode": "abort"})]),
-    ("/pause?mode=keep", None, [("pause", {"mode": "in_place"})]),
-    ("/get_weights_by_name", {"name": "w"}, [("read_weights", {"name": "w", "num_rows": 100})]),
-    ("/get_weights_by_name", {"name": "w", "truncate_size": 2}, [("read_weights", {"name": "w", "num_rows": 2})]),
-    ("/resume", None, [("resume", {})]),
-    ("/sleep", None, [("sleep", {"level": 1, "mode": "abort"})]),
-    ("/sleep?level=2&mode=keep", None, [("sleep", {"level": 2, "mode": "retract"})]),
-    ("/sleep?level=0", None, [("pause", {"mode": "abort"})]),
-    ("/wake_up", None, [("wake", {"tags": BOTH}), ("resume", {})]),
-    ("/wake_up?tags=weights", None, [("wake", {"tags": ["weights"]})]),
-    ("/reset_prefix_cache", None, [("flush_cache", {})]),
+    ("/pause", None, [Pause(), FlushCache()]),
+    ("/pause?clear_cache=false", None, [Pause()]),
+    ("/pause?mode=keep", None, [Pause("in_place")]),
+    ("/get_weights_by_name", {"name": "w"}, [ReadWeights("w", 100)]),
+    ("/get_weights_by_name", {"name": "w", "truncate_size": 2}, [ReadWeights("w", 2)]),
+    ("/resume", None, [Resume()]),
+    ("/sleep", None, [Sleep()]),
+    ("/sleep?level=2&mode=keep", None, [Sleep(2, "retract")]),
+    ("/sleep?level=0", None, [Pause()]),
+    ("/wake_up", None, [Wake(), Resume()]),
+    ("/wake_up?tags=weights", None, [Wake(("weights",))]),
+    ("/reset_prefix_cache", None, [FlushCache()]),
 ]
 
 
@@ -97,7 +108,7 @@ def test_what_the_engine_is_told(server: LiveServer, path: str, body: Any, calls
 
 @pytest.mark.parametrize("path", ["/pause?mode=wait&clear_cache=false", "/sleep?level=0&mode=wait"])
 def test_a_pause_that_waits(server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    assert called(server, path) == [("pause", {"mode": "retract"})]
+    assert called(server, path) == [Pause("retract")]
 
     async def given_up(*_: Any) -> bool:
         return False
@@ -115,11 +126,11 @@ def test_a_sleep_that_waits_leaves_no_pause(
     answers = CALLS | {"state": {"paused": was_paused, "asleep": []}}
     monkeypatch.setattr("tests.api.fakes.CALLS", answers)
     told = ["state", "pause", "sleep", *([] if was_paused else ["resume"])]
-    assert [name for name, _ in called(server, "/sleep?mode=wait")] == told
+    assert [call.name for call in called(server, "/sleep?mode=wait")] == told
     answers["sleep"] = ServerError("no memory")
     server.link.calls.clear()
     refused = server.http.post("/sleep?mode=wait", headers=ADMIN)
-    assert refused.status_code == 500 and [call.method for call in server.link.calls] == told
+    assert refused.status_code == 500 and [each.call.name for each in server.link.calls] == told
 
 
 def test_states(server: LiveServer) -> None:
@@ -130,14 +141,14 @@ def test_states(server: LiveServer) -> None:
 
 def test_from_a_directory(server: LiveServer, allowed: Path) -> None:
     path = str(allowed / "step-1")
-    expected = {"path": os.path.realpath(path), "running": None}
+    expected = UpdateFromDirectory(path=os.path.realpath(path))
     for body in ({"model_path": path}, {"model_path": "step-1", "flush_cache": True, "load_format": "auto"}):
-        [(method, args)] = called(server, "/update_weights_from_disk", json=body)
-        number = args.pop("number")  # another one each time
-        assert method == "update_from_directory" and args.pop("version").isdigit() and args == expected
+        [call] = called(server, "/update_weights_from_disk", json=body)
+        number = call.number  # another one each time
+        assert call.version.isdigit() and msgspec.structs.replace(call, number=0, version=None) == expected
     body = {"model_path": path, "weight_version": "7", "abort_all_requests": True, "token_step": 0, "is_async": False}
-    [(_, args)] = called(server, "/update_weights_from_disk", json=body)
-    assert args == expected | {"version": "7", "running": "abort", "number": number + 1}
+    [call] = called(server, "/update_weights_from_disk", json=body)
+    assert call == msgspec.structs.replace(expected, version="7", running="abort", number=number + 1)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +267,9 @@ def uploads() -> list[Path]:
 
 def test_weights_in_the_body(server: LiveServer) -> None:
     query = "?weight_version=9&abort_all_requests=true&partial=true"
-    [(method, args)] = called(server, f"/update_weights_from_tensor{query}", headers=BYTES, content=b"tensors")
-    assert method == "update_from_file" and not Path(args.pop("path")).parent.exists()
-    assert args.pop("number") and args == {"version": "9", "running": "abort", "partial": True}
+    [call] = called(server, f"/update_weights_from_tensor{query}", headers=BYTES, content=b"tensors")
+    assert isinstance(call, UpdateFromFile) and not Path(call.path).parent.exists()
+    assert call.number and (call.version, call.running, call.partial) == ("9", "abort", True)
     assert uploads() == []
 
 

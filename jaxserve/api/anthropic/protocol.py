@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject
 from jaxserve.api.known_fields import EVERYWHERE, MESSAGES, MESSAGES_OUTPUT, MESSAGES_THINKING
@@ -27,6 +27,7 @@ class Source(NestedObject):
     media_type: str | None = None
     data: str | None = None
     content: Any = None
+    url: str | None = Field(None, description="With type url: the picture, from one of media.allowed_hosts.")
 
 
 class MessageTool(NestedObject):
@@ -116,7 +117,7 @@ class ThinkingConfig(NestedObject):
     known = MESSAGES_THINKING
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: limits.TokenCount | None = Field(None, description="Reasoning is ended after this many tokens.")
+    budget_tokens: ranges.TokenCount | None = Field(None, description="Reasoning is ended after this many tokens.")
     display: str | None = Field(None, description="omitted: the thinking blocks have no text.")
 
 
@@ -150,9 +151,9 @@ class CountTokensRequest(Body):
     known = EVERYWHERE | MESSAGES
 
     model: str
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=ranges.MAX_MESSAGES)]
     system: str | Blocks | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=ranges.MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -163,12 +164,12 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: limits.TokenCount = Field(description="Limited to the rest of the context.")
-    stop_sequences: limits.Stops | None = None
+    max_tokens: ranges.TokenCount = Field(description="Limited to the rest of the context.")
+    stop_sequences: ranges.Stops | None = None
     stream: bool | None = None
-    temperature: limits.Temperature | None = None
-    top_p: limits.TopP | None = None
-    top_k: limits.TopK | None = None
+    temperature: ranges.Temperature | None = None
+    top_p: ranges.TopP | None = None
+    top_k: ranges.TopK | None = None
 
 
 class AnthropicErrorDetail(Answer):

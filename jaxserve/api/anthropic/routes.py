@@ -19,7 +19,7 @@ from jaxserve.api.anthropic.protocol import (
 )
 from jaxserve.api.anthropic.task import count_prompt, messages_task
 from jaxserve.api.anthropic.threads import KeptTurn, read_history, whole_conversation
-from jaxserve.api.generate.planner import Planner, render
+from jaxserve.api.generate.planner import Planner, prompt_tokens
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.errors import ANTHROPIC
@@ -57,7 +57,7 @@ async def answer_messages(
     """Check everything that can be wrong with the request and plan its generation. Raises a RequestError."""
     model = state.check_messages(body.model)
     task = messages_task(body, state)
-    plan = await Planner(state, caller, task.request).chat(task.prompt)
+    plan = await Planner(state, caller, task.request.for_adapter(state.adapter_digest(model))).chat(task.prompt)
     return MessagesAnswer(plan, task.options, model, keep)
 
 
@@ -68,6 +68,5 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     state.check_messages(body.model)
     body = await whole_conversation(body, await read_history(body, state, caller_of(request)), state)
-    text = await render(count_prompt(body, state), state)
-    ids = await state.encoder.encode(text, add_special_tokens=False, param="messages")
-    return json_response({"input_tokens": len(ids)})
+    found = await prompt_tokens(count_prompt(body, state), state, special=False, limit=None)
+    return json_response({"input_tokens": len(found.token_ids)})

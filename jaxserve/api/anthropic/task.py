@@ -23,6 +23,7 @@ from jaxserve.api.anthropic.protocol import (
     MessageTool,
     Source,
 )
+from jaxserve.api.generate.pictures import PicturePart, joined_content, picture_of_base64
 from jaxserve.api.generate.task import (
     ChatMessages,
     ChatPrompt,
@@ -33,7 +34,7 @@ from jaxserve.api.generate.task import (
     with_watermark,
 )
 from jaxserve.api.generate.tools import NO_IMAGE, Message, Mode, ToolUse, ordered, shown_function, without_header
-from jaxserve.api.limits import MAX_STOP_CHARS
+from jaxserve.api.ranges import MAX_STOP_CHARS
 from jaxserve.api.sglang.protocol import NativeSampling
 from jaxserve.api.state import ServerState
 from jaxserve.config_types import reveal
@@ -78,11 +79,15 @@ def system_text(system: str | Sequence[Block] | None) -> str:
 
 
 def check_blocks(
-    system: str | Sequence[Block] | None, messages: Sequence[InputMessage], note: Callable[[str], None]
+    system: str | Sequence[Block] | None,
+    messages: Sequence[InputMessage],
+    note: Callable[[str], None],
+    *,
+    takes_pictures: bool,
 ) -> None:
     """Check rules that the types cannot express. Raises a RequestError that names the block.
 
-    note: called with the kind of each block that is dropped
+    note: called with the kind of each block that is dropped. takes_pictures: whether the model reads pictures
     """
     for block in system if isinstance(system, list) else ():
         if block.type != "text":
@@ -92,12 +97,14 @@ def check_blocks(
             continue
         for place, block in enumerate(message.content):
             param = f"messages.{number}.content.{place}"
-            _check(block, param, note)
+            _check(block, param, note, takes_pictures)
+            if block.type == "image" and message.role != "user" and takes_pictures:
+                raise InvalidValueError(f"{param}: images are taken in user messages and tool results.", param=param)
             if block.type == ("tool_use" if message.role == "user" else "tool_result"):
                 raise InvalidValueError(f"{param}: a {message.role}'s message has no {block.type}.", param=param)
 
 
-def _check(block: Block, param: str, note: Callable[[str], None]) -> None:
+def _check(block: Block, param: str, note: Callable[[str], None], takes_pictures: bool) -> None:
     if block.type in _SKIPPED:
         note(block.type)
         return
@@ -106,6 +113,8 @@ def _check(block: Block, param: str, note: Callable[[str], None]) -> None:
         raise InvalidValueError(f"{param}.{needed} is missing.", param=param, code="missing_required_parameter")
     if block.type == "document":
         _check_document(block, param)
+    elif block.type == "image" and takes_pictures:
+        _check_image(block, param)
     elif block.type == "image":
         note(block.type)
     elif (changed := changed_tool(block)) is not None and not changed.is_own:
@@ -115,7 +124,27 @@ def _check(block: Block, param: str, note: Callable[[str], None]) -> None:
     if isinstance(block.content, dict):
         raise InvalidValueError(f"{param}.content: an object is no list of blocks.", param=f"{param}.content")
     for place, inner in enumerate(block.content if isinstance(block.content, list) else ()):
-        _check(inner, f"{param}.content.{place}", note)
+        _check(inner, f"{param}.content.{place}", note, takes_pictures)
+
+
+def _check_image(block: Block, param: str) -> None:
+    source = block.source if isinstance(block.source, Source) else None
+    kind = source.type if source is not None else "missing"
+    if kind not in ("base64", "url"):
+        message = f"{param}: an image with a source of type {kind!r} cannot be read; send it as base64."
+        raise UnsupportedParameterError(message, param=param)
+    name = "data" if kind == "base64" else "url"
+    if getattr(source, name) is None:
+        where = f"{param}.source.{name}"
+        raise InvalidValueError(f"{where} is missing.", param=where, code="missing_required_parameter")
+
+
+def _picture(block: Block, param: str) -> PicturePart:
+    assert isinstance(block.source, Source), "it was checked"
+    where = f"{param}.source"
+    if block.source.type == "url":
+        return PicturePart(block.source.url or "", where)
+    return picture_of_base64(block.source.data or "", where)
 
 
 def _check_document(block: Block, param: str) -> None:
@@ -184,24 +213,54 @@ def changed_tool(block: Block) -> ChangedTool | None:
     return block.tool if block.type in ("tool_addition", "tool_removal") else None
 
 
-def template_messages(system: str, messages: Sequence[InputMessage], *, system_in_middle: bool) -> list[Message]:
-    """Return the messages as chat templates read them, see `ordered`."""
-    converted = [each for message in messages for each in _converted(message)]
+def template_messages(
+    system: str, messages: Sequence[InputMessage], *, system_in_middle: bool, takes_pictures: bool = False
+) -> list[Message]:
+    """Return the messages as chat templates read them, see `ordered`.
+
+    takes_pictures: whether the model reads pictures; if not, a line of text stands for each
+    """
+    converted = [
+        each
+        for number, message in enumerate(messages)
+        for each in _converted(message, f"messages.{number}.content", takes_pictures)
+    ]
     if system:
         converted.insert(0, {"role": "system", "content": system})
     return ordered(converted, system_in_middle=system_in_middle)
 
 
-def _converted(message: InputMessage) -> Iterator[Message]:
+def _converted(message: InputMessage, param: str, takes_pictures: bool) -> Iterator[Message]:
     blocks = [Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         yield _assistant(blocks)
         return
-    others = [block for block in blocks if block.type != "tool_result"]
-    yield from (_tool_message(block) for block in blocks if block.type == "tool_result")
-    text = _text(others)
-    if text or len(others) == len(blocks):
-        yield {"role": message.role, "content": without_header(text) if message.role == "system" else text}
+    places = [(block, f"{param}.{place}") for place, block in enumerate(blocks)]
+    others = [each for each in places if each[0].type != "tool_result"]
+    yield from (_tool_message(*each, takes_pictures) for each in places if each[0].type == "tool_result")
+    found = _with_pictures(others, takes_pictures)
+    if found or len(others) == len(blocks):
+        if message.role == "system" and isinstance(found, str):
+            found = without_header(found)
+        yield {"role": message.role, "content": found}
+
+
+def _with_pictures(places: Sequence[tuple[Block, str]], takes_pictures: bool) -> str | list[Any]:
+    """Return the content of blocks with their fields: a text, or parts if there is a picture that the model reads."""
+    if not takes_pictures:
+        return _text([block for block, _ in places])
+    return joined_content(list(_pieces(places)))
+
+
+def _pieces(places: Sequence[tuple[Block, str]]) -> Iterator[str | PicturePart]:
+    for block, param in places:
+        inner = block.content if block.type == "tool_result" else None
+        if block.type == "image":
+            yield _picture(block, param)
+        elif isinstance(inner, list):
+            yield from _pieces([(each, f"{param}.content.{place}") for place, each in enumerate(inner)])
+        else:
+            yield _text_of(block)
 
 
 def _assistant(blocks: Sequence[Block]) -> Message:
@@ -218,11 +277,11 @@ def _call(block: Block) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _tool_message(block: Block) -> Message:
-    text = _content(block)
+def _tool_message(block: Block, param: str, takes_pictures: bool) -> Message:
+    found = _with_pictures([(block, param)], takes_pictures)
     if block.is_error:
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+        found = f"Error: {found}" if isinstance(found, str) else [{"type": "text", "text": "Error:"}, *found]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": found}
 
 
 def _text(blocks: Sequence[Block]) -> str:
@@ -320,12 +379,21 @@ def count_prompt(body: CountTokensRequest, state: ServerState) -> ChatMessages:
 
 def conversation(body: CountTokensRequest, state: ServerState) -> tuple[ChatMessages, ToolUse]:
     """Return the conversation for the chat template, and its tools. Raises a RequestError that names the block."""
-    check_blocks(body.system, body.messages, lambda kind: state.unknown_fields.note(MESSAGES_ROUTE, [kind]))
+    takes = state.takes_pictures
+
+    def note(kind: str) -> None:
+        state.unknown_fields.note(MESSAGES_ROUTE, [kind])
+
+    check_blocks(body.system, body.messages, note, takes_pictures=takes)
     offered = OfferedTools(body.tools or ())
     messages = offered.follow(body.messages)
     tools = _tool_use(body, offered, state)
     make = functools.partial(
-        template_messages, system_text(body.system), messages, system_in_middle=state.takes_late_system
+        template_messages,
+        system_text(body.system),
+        messages,
+        system_in_middle=state.takes_late_system,
+        takes_pictures=takes,
     )
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
@@ -335,12 +403,22 @@ def conversation(body: CountTokensRequest, state: ServerState) -> tuple[ChatMess
         variables |= thinking(False) if effort == "none" else {"reasoning_effort": effort}
     found = ChatMessages(
         make=make,
-        size=body.size,
+        size=max(0, body.size - _picture_bytes(messages) if takes else body.size),
         tools=tools.shown,
         variables=variables,
         continue_final_message=bool(_prefill(body)),
     )
     return found, tools
+
+
+def _picture_bytes(messages: Sequence[InputMessage]) -> int:
+    """Return the bytes of the pictures, which no template reads."""
+
+    def of(blocks: Sequence[Block]) -> int:
+        own = (len(block.source.data or "") for block in blocks if isinstance(block.source, Source))
+        return sum(own) + sum(of(block.content) for block in blocks if isinstance(block.content, list))
+
+    return sum(of(message.content) for message in messages if isinstance(message.content, list))
 
 
 def _prefill(body: CountTokensRequest) -> str:

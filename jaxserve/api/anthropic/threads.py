@@ -24,8 +24,8 @@ from jaxserve.api.anthropic.task import check_blocks, system_text
 from jaxserve.api.body_cost import LARGE_BYTES
 from jaxserve.api.fields import NestedObject
 from jaxserve.api.keys import Caller
-from jaxserve.api.limits import MAX_MESSAGES
 from jaxserve.api.process_group import NeedsMainProcessError
+from jaxserve.api.ranges import MAX_MESSAGES
 from jaxserve.api.state import ServerState
 from jaxserve.errors import HTTPError, InvalidValueError, ThreadError, ThreadsUnsupportedError
 from jaxserve.store.threads import ThreadHistory, ThreadStore
@@ -74,7 +74,8 @@ async def whole_conversation(body: B, history: ThreadHistory | None, state: Serv
     """Return the body with its thread's fields and messages. Raises a RequestError that names the body's own field."""
     if history is None:
         return body
-    check_blocks(None, body.messages, lambda kind: None)  # so that errors count only the client's own messages
+    # so that errors count only the client's own messages
+    check_blocks(None, body.messages, lambda kind: None, takes_pictures=state.takes_pictures)
 
     def joined() -> B:
         head = ThreadHead.model_validate_json(history.head)

@@ -27,7 +27,7 @@ from starlette.types import Message
 from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.api.body_cost import is_large
 from jaxserve.api.keys import Caller, set_caller
-from jaxserve.api.limits import Priority
+from jaxserve.api.ranges import Priority
 from jaxserve.api.state import ServerState
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, QueueFullError, ServerError
 from jaxserve.store import BatchLine, LineResult, TokenCounts

@@ -136,7 +136,7 @@ class BatchRunner:
 def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: Mapping[str, Endpoint]) -> BatchRunner:
     """Create the runner of `app`, which runs within `batches_running`. endpoints: routes that requests may name"""
     settings = BatchSettings(
-        known_model=lambda name: name in state.engine.info.served_names,
+        known_model=state.serves,
         ready=lambda: engine_ready(state.engine.check_ready),
         max_line_bytes=max_line_bytes(state.config.server),
     )

@@ -26,6 +26,7 @@ from jaxserve.log import current_record
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import EngineInfo
+from jaxserve.types.picture import Picture
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import joined_versions
 
@@ -48,6 +49,7 @@ class PromptTask:
     run: makes the stream of outputs; None: the prompt is one plain engine request
     signal: aborts all engine requests of the prompt
     request_id: the prompt's own id; empty: the id of the HTTP request
+    pictures: what the engine gets beside the tokens. held: what counts their memory as long as the prompt may run
     """
 
     prompt_token_ids: list[int]
@@ -55,6 +57,8 @@ class PromptTask:
     run: RunMode | None = None
     signal: AbortSignal = field(default_factory=AbortSignal)
     request_id: str = ""
+    pictures: tuple[Picture, ...] = ()
+    held: Sequence[object] = ()
 
 
 @dataclass
@@ -226,10 +230,12 @@ class Generation:
                 request_id=self.caller.engine_name(prompt.request_id or self.options.request_id),
                 priority=self.options.priority,
                 cache_salt=self.options.cache_salt,
+                adapter=self.options.adapter,
                 replica=self.options.replica,
                 tenant=None if self._key is None else self._key.tenant,
                 deadline=self._seconds_left(began),
                 signal=prompt.signal,
+                pictures=prompt.pictures,
                 outbox=outbox,
                 already_accepted=self._is_begun and (self.at_once is not None or prompt.run is not None),
                 partly_answered=is_step or self._is_answered,

@@ -18,6 +18,7 @@ import msgspec
 from jaxserve.api.generate.choice_parser import ChoiceParser, RawInputParser
 from jaxserve.api.generate.generation import Generation, PromptTask, Usage
 from jaxserve.api.generate.modes import with_beam_search, with_repetition_rule, with_session
+from jaxserve.api.generate.pictures import PicturePart, Placed, check_placeholders, counted, expanded, read, taken_out
 from jaxserve.api.generate.task import (
     ChatMessages,
     ChatPrompt,
@@ -186,32 +187,58 @@ class RenderedChat:
     """A conversation as the model sees it.
 
     text: the rendered text; for a request with its own token ids, the text of the last ones
+    pictures: the pictures at their places, not decoded yet
     """
 
     token_ids: list[int]
     text: str
+    pictures: Sequence[Placed] = ()
 
 
-async def render(messages: ChatMessages, state: ServerState, changed: Mapping[str, Any] | None = None) -> str:
-    """Render the prompt's text. Raises InvalidValueError if the template refuses the messages.
+async def render(
+    messages: ChatMessages, state: ServerState, changed: Mapping[str, Any] | None = None
+) -> tuple[str, list[PicturePart]]:
+    """Return the prompt's text and its pictures. Raises InvalidValueError if the template refuses the messages.
 
     changed: template variables that replace variables of the messages
     """
     template = state.chat_template
     if template is None:
-        message = "This model has no chat template; use /v1/completions, or set model.chat_template on the server."
+        message = (
+            "This model has no chat template in Jinja (code that a model brings for its chat format is never run); "
+            "use /v1/completions, or set model.chat_template on the server."
+        )
         raise InvalidValueError(message, param="messages")
     generation, continues = messages.add_generation_prompt, messages.continue_final_message
     generation = not continues if generation is None else generation
 
-    def conversation() -> TemplateInput:
+    def work() -> tuple[str, list[PicturePart]]:
         tools = list(messages.tools) or None
         documents = list(messages.documents) if messages.documents is not None else None
         variables = {**messages.variables, **(changed or {})}
-        return TemplateInput(messages.make(), tools, documents, generation, continues, variables)
+        made, pictures = taken_out(messages.make(), lambda: state.tools_show_pictures)
+        conversation = TemplateInput(made, tools, documents, generation, continues, variables)
+        return template.render(conversation, messages.size), pictures
 
-    size = messages.size
-    return await state.template_work.run(lambda: template.render(conversation(), size), size)
+    return await state.template_work.run(work, messages.size)
+
+
+async def prompt_tokens(
+    messages: ChatMessages, state: ServerState, *, special: bool, limit: int | None, param: str = "messages"
+) -> RenderedChat:
+    """Render and tokenize a conversation. A picture is a run of placeholders, and none is decoded.
+
+    special: whether to add the tokenizer's special tokens. limit: as `TextEncoder.encode`
+    """
+    escaped, parts = await render(messages, state)
+    placed = await counted(parts, state)
+    if placed:
+        check_placeholders(escaped, placed, state)
+    ids = await state.encoder.encode(escaped, add_special_tokens=special, limit=limit, param=param)
+    info = state.engine.info.pictures
+    if placed and info is not None:
+        ids, placed = expanded(ids, placed, info.token_id)
+    return RenderedChat(ids, escaped.replace(ESCAPE_MARK, ""), placed)
 
 
 async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
@@ -220,16 +247,28 @@ async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
     longest = longest_prompt(prompt, info)
     if prompt.token_ids is not None:
         check_ids(prompt.token_ids, info, "input_ids")
-        ids, text = prompt.token_ids, tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        found = RenderedChat(prompt.token_ids, text)
     else:
-        escaped = await render(prompt.messages, state)
         limit = longest if prompt.truncation.keep is None else None
-        special = prompt.add_special_tokens
-        ids = await state.encoder.encode(escaped, add_special_tokens=special, limit=limit, param="messages")
-        text = escaped.replace(ESCAPE_MARK, "")
-    ids = truncate(ids, prompt.truncation, prompt.sampling.max_tokens, info.max_model_len)
+        found = await prompt_tokens(prompt.messages, state, special=prompt.add_special_tokens, limit=limit)
+    if found.pictures:
+        _check_pictures(prompt)
+    ids = truncate(found.token_ids, prompt.truncation, prompt.sampling.max_tokens, info.max_model_len)
     check_length(ids, longest, info, "messages" if prompt.token_ids is None else "input_ids")
-    return RenderedChat(ids, text)
+    return replace(found, token_ids=ids)
+
+
+def _check_pictures(prompt: ChatPrompt) -> None:
+    """Raise UnsupportedParameterError for what does not go with pictures."""
+    others = {
+        "truncate_prompt_tokens": prompt.truncation.keep is not None,
+        "use_beam_search": prompt.mode.beam_length_penalty is not None,
+        "session_params": prompt.mode.session is not None,
+    }
+    for name, given in others.items():
+        if given:
+            raise UnsupportedParameterError(f"{name} does not go with images.", param=name)
 
 
 async def thinking_is_off(prompt: ChatPrompt, rendered: RenderedChat, state: ServerState) -> bool:
@@ -241,7 +280,7 @@ async def thinking_is_off(prompt: ChatPrompt, rendered: RenderedChat, state: Ser
     wish = variables.get("enable_thinking", variables.get("thinking"))
     if wish is not None or prompt.token_ids is not None:
         return wish is False
-    without = await render(prompt.messages, state, thinking(False))
+    without, _ = await render(prompt.messages, state, thinking(False))
     return rendered.text == without.replace(ESCAPE_MARK, "")
 
 
@@ -351,9 +390,10 @@ def after_reasoning(
     if tags.opened_by(rendered.text, prompt.continued):
         return msgspec.structs.replace(spec, begin_after=end)
     start = _ids(tokenizer, tags.start)
-    if off or prompt.continued or len(start) != 1 or rendered.text.rstrip().endswith(tags.end):
+    opens = len(start) == 1 or start[0] in tokenizer.special_ids  # its first token begins nothing but the tag
+    if off or prompt.continued or not opens or rendered.text.rstrip().endswith(tags.end):
         return spec
-    return msgspec.structs.replace(spec, begin_after=end, begin_unless=start)
+    return msgspec.structs.replace(spec, begin_after=end, begin_unless=start[:1])
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -412,7 +452,9 @@ class Planner:
             thinking=self._thinking_budget(prompt, form, params),
             stops_after=form if has_stops and not is_answer else None,
         )
-        task = self._with_mode(prompt, PromptTask(token_ids, params))
+        namespace = json.dumps([self.caller.owner, self.options.cache_salt])
+        pictures, held = await read(rendered.pictures, self.state, namespace)
+        task = self._with_mode(prompt, PromptTask(token_ids, params, pictures=pictures, held=held))
         generation = Generation(self.state, self.options, [task], self.caller)
         return ChatPlan(generation, rendered.text, self._parser_maker(prompt, rendered, generation.usage, is_answer))
 

@@ -12,6 +12,7 @@ and the sampling parameters with the model's defaults. Checks that need the prom
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import msgspec
 
 from jaxserve.api.fields import ResponseFormat, SamplingFields, SessionParams, StructuredOutputs
 from jaxserve.api.generate.tools import ToolUse
-from jaxserve.api.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS, MAX_STOP_CHARS
+from jaxserve.api.ranges import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS, MAX_STOP_CHARS
 from jaxserve.api.sglang.protocol import NativeSampling
 from jaxserve.api.state import ServerState
 from jaxserve.config_types import reveal
@@ -152,6 +153,11 @@ class RequestOptions:
     cache_salt: str = ""
     interval: int = 1
     replica: int | None = None
+    adapter: str = ""  # digest; empty: none
+
+    def for_adapter(self, digest: str) -> RequestOptions:
+        """Return these options for an adapter, by its digest; "" means none."""
+        return dataclasses.replace(self, adapter=digest) if digest else self
 
 
 @dataclass(frozen=True, kw_only=True)

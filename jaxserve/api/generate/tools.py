@@ -297,10 +297,14 @@ def joined(messages: Sequence[Message]) -> list[Message]:
 def as_one(run: Sequence[Message]) -> Message:
     """Return one message with the texts and calls of several messages of one role."""
     message = dict(run[0])
-    for name in ("content", "reasoning_content"):
-        texts = [each[name] for each in run if each.get(name)]
-        if texts:
-            message[name] = "\n".join(texts)
+    texts = [each["reasoning_content"] for each in run if each.get("reasoning_content")]
+    if texts:
+        message["reasoning_content"] = "\n".join(texts)
+    contents = [each["content"] for each in run if each.get("content")]
+    if contents and all(isinstance(content, str) for content in contents):
+        message["content"] = "\n".join(contents)
+    elif contents:
+        message["content"] = [part for content in contents for part in _parts(content)]
     calls = [call for each in run for call in each.get("tool_calls", ())]
     return message | {"tool_calls": calls} if calls else message
 

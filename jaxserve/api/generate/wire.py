@@ -219,7 +219,16 @@ class ContentLogprobs:
         entries = self._pending + entries
         first, last = self._place(entries, content.encode(), output, follows) if content else (0, 0)
         self._pending = entries[last:] if self._in_content or not events else []
-        return entries[first:last]
+        return self._shown(entries[first:last], content)
+
+    def _shown(self, entries: list[TokenLogprobs], content: str) -> list[TokenLogprobs]:
+        """Leave out special tokens that the content omits, as an end token that `ignore_eos` passed over."""
+        shown = [entry for entry in entries if entry.token_id not in self._texts.special_ids]
+        is_omitted = len(shown) < len(entries) and self._bytes(shown) == content.encode()
+        return shown if is_omitted else entries
+
+    def _bytes(self, entries: Sequence[TokenLogprobs]) -> bytes:
+        return b"".join(bytes(self._texts.bytes(entry.token_id)) for entry in entries)
 
     def _place(
         self, entries: Sequence[TokenLogprobs], content: bytes, output: RequestOutput, follows: bool
@@ -259,11 +268,14 @@ class CompletionLogprobs:
         watched: Sequence[int] = (),
         *,
         drops_space: bool = False,
+        prompt_text: str = "",
     ) -> None:
         """Begin at the start of a choice's text.
 
         hidden: special tokens that the text omits. drops_space: whether the text lacks its first token's space
+        prompt_text: what the text begins with; the hidden tokens that it spells are counted
         """
+        self._prompt_text = prompt_text
         self._drops_space = drops_space
         self._top = top
         self._watched = watched
@@ -292,7 +304,8 @@ class CompletionLogprobs:
 
     def _next_offset(self, token_id: int) -> int:
         offset = self._offset
-        if token_id not in self._hidden:
+        is_spelled = self._prompt_text.startswith(self._texts.text(token_id), offset)
+        if token_id not in self._hidden or (is_spelled and offset < len(self._prompt_text)):
             text = self._decoder.decode(self._texts_bytes(token_id))
             self._offset += len(text.removeprefix(" ") if self._drops_space else text)
             self._drops_space = False

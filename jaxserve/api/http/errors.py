@@ -162,6 +162,12 @@ def family_of(path: str) -> ApiFamily:
     return next((family for prefix, family in _BY_PREFIX.items() if path.startswith(prefix)), OPENAI)
 
 
+def _allowed(header: str) -> str:
+    """Return the header Allow with HEAD, which is answered wherever GET is."""
+    methods = [method.strip() for method in header.split(",")]
+    return ", ".join(methods + ["HEAD"] * ("GET" in methods and "HEAD" not in methods))
+
+
 class MethodNotAllowedError(RequestError):
     status = 405
     code = "method_not_allowed"
@@ -260,7 +266,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_router(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         response = error_response(_from_router(request, error), request.scope)
-        response.headers.update(error.headers or {})
+        given = error.headers or {}
+        response.headers.update({name: _allowed(given[name]) if name == "Allow" else given[name] for name in given})
         return response
 
     async def on_disconnect(request: Request, error: Exception) -> Response:

@@ -23,7 +23,6 @@ from jaxserve.api.http.errors import ANTHROPIC_PREFIX, ClientDisconnected, as_ht
 from jaxserve.api.keys import DEFAULT_CALLER, Caller, KeyRing, KeyUsage, set_caller
 from jaxserve.api.process_group import NeedsMainProcessError
 from jaxserve.api.state import EngineProtocol
-from jaxserve.config import ServerSection
 from jaxserve.errors import (
     AuthenticationError,
     HTTPError,
@@ -38,7 +37,7 @@ from jaxserve.telemetry.tracing import Tracing
 logger = logging.getLogger(__name__)
 
 PAGE_FILES = frozenset(
-    f"{name}.js" for name in ("api", "app", "calls", "chat", "files", "live", "markdown", "page", "talks")
+    f"{name}.js" for name in ("api", "app", "calls", "chat", "files", "live", "markdown", "page", "pictures", "talks")
 ) | {"style.css"}
 PAGE_PATHS = frozenset({"/", *(f"/web/{name}" for name in PAGE_FILES)})
 
@@ -51,6 +50,7 @@ ADMIN_PATHS = frozenset(
         *("/flush_cache", "/reset_prefix_cache", "/abort_request", "/key_usage"),
         *("/update_weights_from_disk", WEIGHTS_UPLOAD, "/update_weight_version"),
         "/get_weights_by_name",
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
         *("/pause_generation", "/continue_generation", "/release_memory_occupation", "/resume_memory_occupation"),
         *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
     }
@@ -161,13 +161,21 @@ class Authentication:
     """Check bearer keys. The admin key opens every route. Without an admin key, the admin routes are off.
 
     With `server.keys`, each key may also abort its own requests by id.
+
+    keys: returns the keys, which may change while the server runs
     """
 
-    def __init__(self, app: ASGIApp, config: ServerSection, more_admin_paths: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Callable[[], KeyRing],
+        metrics_auth: bool,
+        more_admin_paths: frozenset[str] = frozenset(),
+    ) -> None:
         self.app = app
         self._admin_paths = ADMIN_PATHS | more_admin_paths
-        self._keys = KeyRing(config)
-        self._open = OPEN_PATHS | PAGE_PATHS | (set() if config.metrics_auth else {"/metrics"})
+        self._keys = keys
+        self._open = OPEN_PATHS | PAGE_PATHS | (set() if metrics_auth else {"/metrics"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -180,7 +188,7 @@ class Authentication:
     def _caller(self, scope: Scope) -> Caller:
         """Return the caller of a request. Raises HTTPError if its key does not open the path."""
         path = scope["path"]
-        keys = self._keys
+        keys = self._keys()
         is_admin = path in self._admin_paths
         if not is_admin and path in self._open:
             return DEFAULT_CALLER
@@ -210,6 +218,8 @@ def _unknown_key(kind: str, *, given: bool) -> AuthenticationError:
 class ReadinessGate:
     """Answer 503 with Retry-After while the engine loads or drains, and 429 while its queue is full.
 
+    Answers to a key with limits have OpenAI's headers of what is left of them.
+
     The queue is checked before the body is read, so that a refusal takes 0.2 ms instead of 1 ms. Under overload most
     requests are refused.
 
@@ -237,19 +247,33 @@ class ReadinessGate:
                 self.engine.check_ready()
                 await self.prepare()
                 if scope["path"] in GENERATING_PATHS and scope["method"] == "POST":
-                    self._check_queue(scope["state"]["caller"])
+                    usage = self.usage_of(scope["state"]["caller"].owner)
+                    send = send if usage is None else _with_limits(send, usage)
+                    self._check_queue(usage)
             except HTTPError as error:
                 return await send_error(error, scope, receive, send)
         await self.app(scope, receive, send)
 
-    def _check_queue(self, caller: Caller) -> None:
+    def _check_queue(self, usage: KeyUsage | None) -> None:
         try:
             self.engine.check_queue()
-            if (usage := self.usage_of(caller.owner)) is not None:
+            if usage is not None:
                 usage.check()
         except HTTPError as error:
             self.metrics.count_error(error)
             raise
+
+
+def _with_limits(send: Send, usage: KeyUsage) -> Send:
+    """Return a `send` that adds the headers of the key's limits to the answer."""
+
+    async def tagged(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            added = [(name.encode(), value.encode()) for name, value in usage.headers().items()]
+            message["headers"] = [*message.get("headers", ()), *added]
+        await send(message)
+
+    return tagged
 
 
 class BodyLimit:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject
 from jaxserve.api.known_fields import EVERYWHERE, OLLAMA, OLLAMA_OPTIONS
@@ -21,7 +21,7 @@ from jaxserve.api.openai.protocol import Tool
 API_VERSION = "0.14.0"
 
 KeepAlive = str | Annotated[float, Field(allow_inf_nan=False)]
-Images = Annotated[list[str], Field(max_length=limits.MAX_MESSAGES)]
+Images = Annotated[list[str], Field(max_length=ranges.MAX_MESSAGES)]
 
 
 class OllamaOptions(NestedObject):
@@ -32,20 +32,20 @@ class OllamaOptions(NestedObject):
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = Field(
         None, description="Maximum of output tokens. Default, and below 1: the rest of the context."
     )
-    temperature: limits.Temperature | None = None
-    top_k: limits.TopK | None = None
-    top_p: limits.TopP | None = None
-    min_p: limits.MinP | None = None
-    seed: limits.Seed | None = None
-    stop: limits.StopText | limits.Stops | None = None
-    repeat_penalty: limits.RepetitionPenalty | None = None
-    presence_penalty: limits.AdditivePenalty | None = None
-    frequency_penalty: limits.AdditivePenalty | None = None
+    temperature: ranges.Temperature | None = None
+    top_k: ranges.TopK | None = None
+    top_p: ranges.TopP | None = None
+    min_p: ranges.MinP | None = None
+    seed: ranges.Seed | None = None
+    stop: ranges.StopText | ranges.Stops | None = None
+    repeat_penalty: ranges.RepetitionPenalty | None = None
+    presence_penalty: ranges.AdditivePenalty | None = None
+    frequency_penalty: ranges.AdditivePenalty | None = None
     num_ctx: int | None = Field(None, description="Ignored: the context length is the server's.")
 
 
 class OllamaFunction(NestedObject):
-    name: limits.FunctionName
+    name: ranges.FunctionName
     arguments: dict[str, Any] | None = None
 
 
@@ -58,10 +58,10 @@ class OllamaMessage(NestedObject):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = Field(None, description="The reasoning of an assistant's message.")
-    tool_calls: Annotated[list[OllamaCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=ranges.MAX_TOOLS)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: Images | None = Field(None, description="Refused: the model takes text only.")
+    images: Images | None = Field(None, description="Pictures as base64. Refused for a model that takes text only.")
 
 
 class _Generating(Body):
@@ -80,16 +80,16 @@ class _Generating(Body):
     options: OllamaOptions | None = None
     keep_alive: KeepAlive | None = Field(None, description="Ignored: the model stays loaded.")
     logprobs: bool | None = None
-    top_logprobs: limits.LogprobsCount | None = Field(None, description="Needs logprobs.")
+    top_logprobs: ranges.LogprobsCount | None = Field(None, description="Needs logprobs.")
     truncate: bool | None = Field(None, description="Ignored: a prompt over the context length is an error.")
     shift: bool | None = Field(None, description="Ignored: an output ends at the context length.")
 
 
 class OllamaChatRequest(_Generating):
-    messages: Annotated[list[OllamaMessage], Field(max_length=limits.MAX_MESSAGES)] | None = Field(
+    messages: Annotated[list[OllamaMessage], Field(max_length=ranges.MAX_MESSAGES)] | None = Field(
         None, description="None: answer that the model is loaded."
     )
-    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=ranges.MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(_Generating):
@@ -98,8 +98,8 @@ class OllamaGenerateRequest(_Generating):
     system: str | None = None
     raw: bool | None = Field(None, description="Use the prompt without the chat template.")
     template: str | None = Field(None, description="Refused: a template of a request is not rendered.")
-    context: limits.TokenIds | None = Field(None, description="Refused: send the conversation to /api/chat.")
-    images: Images | None = Field(None, description="Refused: the model takes text only.")
+    context: ranges.TokenIds | None = Field(None, description="Refused: send the conversation to /api/chat.")
+    images: Images | None = Field(None, description="Pictures as base64. Refused for a model that takes text only.")
 
 
 class ShowRequest(Body):
@@ -110,9 +110,9 @@ class ShowRequest(Body):
 
 class OllamaEmbedRequest(Body):
     model: str
-    input: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
+    input: str | Annotated[list[str], Field(max_length=ranges.MAX_PROMPTS)]
     truncate: bool | None = Field(None, description="Cut a text that is too long at its end. Default true.")
-    dimensions: limits.TokenCount | None = None
+    dimensions: ranges.TokenCount | None = None
     options: OllamaOptions | None = Field(None, description="Ignored.")
     keep_alive: KeepAlive | None = Field(None, description="Ignored.")
 

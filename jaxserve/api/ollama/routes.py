@@ -32,7 +32,7 @@ from jaxserve.api.ollama.protocol import (
     ShowRequest,
 )
 from jaxserve.api.ollama.task import chat_prompt, instruction_prompt, output_options
-from jaxserve.api.openai.embeddings import EmbeddingRequest, embed
+from jaxserve.api.openai.embeddings import EmbeddingRequest, answer_embeddings
 from jaxserve.api.openapi import documented
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.errors import HTTPError, InvalidValueError
@@ -48,11 +48,11 @@ async def chat(request: Request) -> Response:
     """Answer a conversation in Ollama's form, streamed unless `stream` is false."""
     state = server_state(request)
     body = await read_body(request, OllamaChatRequest)
-    served_model(state, body.model)
+    model = served_model(state, body.model)
     if not body.messages:
         return json_response(loaded("chat", body.model, unload=body.keep_alive in (0, "0", "0s")))
     options = output_options(body)
-    plan = await _planner(request, state).chat(chat_prompt(body, state))
+    plan = await _planner(request, state, model).chat(chat_prompt(body, state))
     answer = OllamaAnswer("chat", plan.generation, plan.make_parser(), options, body.model)
     return await _sent(request, answer, stream=body.stream is not False)
 
@@ -62,12 +62,12 @@ async def generate(request: Request) -> Response:
     """Answer one prompt in Ollama's form, streamed unless `stream` is false."""
     state = server_state(request)
     body = await read_body(request, OllamaGenerateRequest)
-    served_model(state, body.model)
-    if not (body.prompt or body.suffix):
+    model = served_model(state, body.model)
+    if not (body.prompt or body.suffix or body.images):
         return json_response(loaded("generate", body.model, unload=body.keep_alive in (0, "0", "0s")))
     options = output_options(body)
     prompt = instruction_prompt(body, state)
-    planner = _planner(request, state)
+    planner = _planner(request, state, model)
     parser: ChoiceParser | None = None
     if isinstance(prompt, TextPrompt):
         generation = await planner.texts([prompt])
@@ -108,12 +108,14 @@ async def _vectors(request: Request, body: OllamaEmbedRequest) -> tuple[list[Any
     wanted = EmbeddingRequest.model_construct(
         model=model, input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=keep
     )
-    answer = await embed(wanted, request)
+    found = answer_embeddings(wanted, server_state(request), caller_of(request))
+    answer = await until_disconnect(request, found)
     return [entry["embedding"] for entry in answer["data"]], answer["usage"]
 
 
-def _planner(request: Request, state: ServerState) -> Planner:
-    return Planner(state, caller_of(request), RequestOptions(request_id=new_id("ollama")))
+def _planner(request: Request, state: ServerState, model: str) -> Planner:
+    options = RequestOptions(request_id=new_id("ollama"), adapter=state.adapter_digest(model))
+    return Planner(state, caller_of(request), options)
 
 
 async def _sent(request: Request, answer: OllamaAnswer, *, stream: bool) -> Response:
@@ -206,7 +208,7 @@ def _models(state: ServerState) -> list[dict[str, Any]]:
             "details": details,
             "capabilities": _capabilities(state),
         }
-        for name in info.served_names
+        for name in (*info.served_names, *state.adapters)
     ]
 
 
@@ -214,7 +216,7 @@ def _capabilities(state: ServerState) -> list[str]:
     task = state.engine.info.task
     if task != "generate":
         return ["embedding"] if task == "embed" else []  # Ollama has no word for a model that classifies
-    able = {"tools": state.parsers.tool, "thinking": state.parsers.reasoning}
+    able = {"tools": state.parsers.tool, "thinking": state.parsers.reasoning, "vision": state.takes_pictures}
     return ["completion", *(name for name, parser in able.items() if parser)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.api.generate.pictures import joined_content, picture_of_base64
 from jaxserve.api.generate.task import (
     ChatMessages,
     ChatPrompt,
@@ -40,7 +41,10 @@ def chat_prompt(body: OllamaChatRequest, state: ServerState) -> ChatPrompt:
     """Read and check a body of /api/chat. Raises a RequestError that names the field."""
     messages = body.messages or []
     for number, message in enumerate(messages):
-        _refuse(message.images, f"messages.{number}.images", "the model takes text only")
+        _check_images(message.images, f"messages.{number}.images", state)
+        if message.images and message.role not in ("user", "tool"):
+            param = f"messages.{number}.images"
+            raise InvalidValueError(f"{param}: images are taken in user messages and tool results.", param=param)
     tools = offered_tools(body.tools or [])
     make = functools.partial(template_messages, messages, system_in_middle=state.takes_late_system)
     last = messages[-1]
@@ -53,11 +57,12 @@ def instruction_prompt(body: OllamaGenerateRequest, state: ServerState) -> ChatP
 
     Raises a RequestError that names the field.
     """
-    _refuse(body.images, "images", "the model takes text only")
+    _check_images(body.images, "images", state)
     _refuse(body.template, "template", "a template in a request is not accepted")
     _refuse(body.context, "context", "send the conversation to /api/chat")
     if body.raw or body.suffix:
         _refuse(body.system, "system", "raw prompts and prompts with a suffix have no system message")
+        _refuse(body.images, "images", "raw prompts and prompts with a suffix have no images")
         return TextPrompt(
             content=body.prompt or "",
             suffix=body.suffix or "",
@@ -65,7 +70,11 @@ def instruction_prompt(body: OllamaGenerateRequest, state: ServerState) -> ChatP
             constraint=_constraint(body),
         )
     roles = (("system", body.system), ("user", body.prompt))
-    messages = [{"role": role, "content": text} for role, text in roles if text]
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in roles if text]
+    if body.images and messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] = _content(body.prompt or "", body.images, "images")
+    elif body.images:
+        messages.append({"role": "user", "content": _content("", body.images, "images")})
     return _conversation(body, state, make=lambda: messages)
 
 
@@ -131,6 +140,18 @@ def _constraint(body: OllamaChatRequest | OllamaGenerateRequest) -> Constraint |
         raise InvalidSchemaError(error.message, param="format") from None
 
 
+def _check_images(images: Sequence[str] | None, param: str, state: ServerState) -> None:
+    if not state.takes_pictures:
+        _refuse(images, param, "the model is served as text here")
+
+
+def _content(text: str, images: Sequence[str] | None, param: str) -> str | list[Any]:
+    """Return the content of a message. The pictures stand before the text, as in Ollama."""
+    if not images:
+        return text
+    return joined_content([*(picture_of_base64(each, f"{param}.{n}") for n, each in enumerate(images)), text])
+
+
 def _refuse(value: object, param: str, reason: str) -> None:
     if value:
         raise UnsupportedParameterError(f"{param} is not supported: {reason}.", param=param)
@@ -146,7 +167,7 @@ def _template_message(message: OllamaMessage, number: int) -> dict[str, Any]:
     content = message.content or ""
     found: dict[str, Any] = {
         "role": message.role,
-        "content": without_header(content) if message.role == "system" else content,
+        "content": without_header(content) if message.role == "system" else _shown(message, number),
     }
     optional = {"reasoning_content": message.thinking, "name": message.tool_name, "tool_call_id": message.tool_call_id}
     found |= {name: value for name, value in optional.items() if value}
@@ -160,6 +181,10 @@ def _template_message(message: OllamaMessage, number: int) -> dict[str, Any]:
             for place, call in enumerate(message.tool_calls)
         ]
     return found
+
+
+def _shown(message: OllamaMessage, number: int) -> str | list[Any]:
+    return _content(message.content or "", message.images, f"messages.{number}.images")
 
 
 def _text(arguments: dict[str, Any]) -> str:

@@ -412,6 +412,7 @@ class CompletionChoices:
                 shown.tokens_as_ids,
                 watched,
                 drops_space=self._drops_space(prompt.prompt_token_ids),
+                prompt_text=self._prompt_texts[number] if self._options.echo else "",
             )
         entries = [] if scoring else list(output.logprobs or ())
         token_ids = [] if scoring else output.token_ids

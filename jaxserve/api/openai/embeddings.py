@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.answers import Embeddings
 from jaxserve.api.fields import Body
 from jaxserve.api.generate.generation import Generation, PromptTask, embeddings
@@ -22,7 +22,7 @@ from jaxserve.api.generate.task import RequestOptions, as_prompts, new_id
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import until_disconnect
-from jaxserve.api.keys import caller_of
+from jaxserve.api.keys import Caller, caller_of
 from jaxserve.api.known_fields import EMBEDDINGS, EVERYWHERE
 from jaxserve.api.openai.protocol import Prompt
 from jaxserve.api.openapi import documented
@@ -38,7 +38,7 @@ class EmbeddingRequest(Body):
     model: str
     input: Prompt = Field(description="A text, texts, token ids, or lists of them.")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="Default float.")
-    dimensions: limits.TokenCount | None = Field(
+    dimensions: ranges.TokenCount | None = Field(
         None, description="Keep this many dimensions, normalized to length 1 again."
     )
     normalize: bool | None = Field(
@@ -56,14 +56,14 @@ class EmbeddingRequest(Body):
         description="Keep this many tokens; -1: as many as fit. Default: a longer input is a 400.",
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="The end that is cut. Default right.")
-    priority: limits.Priority | None = Field(
+    priority: ranges.Priority | None = Field(
         None, description="Lower values run earlier (policy: priority). Default 0."
     )
-    cache_salt: limits.CacheSalt | None = Field(
+    cache_salt: ranges.CacheSalt | None = Field(
         None, description="Only requests with the same value share cached prefixes."
     )
-    request_id: limits.Identifier | None = Field(None, description="Id of the request, for aborts and logs.")
-    rid: limits.Identifier | None = Field(None, description="The same as request_id.")
+    request_id: ranges.Identifier | None = Field(None, description="Id of the request, for aborts and logs.")
+    rid: ranges.Identifier | None = Field(None, description="The same as request_id.")
 
 
 router = APIRouter()
@@ -72,12 +72,13 @@ router = APIRouter()
 @router.post("/v1/embeddings", **documented(Embeddings, body=EmbeddingRequest))
 async def create_embedding(request: Request) -> Response:
     """Return a vector for each input. Inputs of similar meaning have similar vectors."""
-    return json_response(await embed(await read_body(request, EmbeddingRequest), request))
+    body = await read_body(request, EmbeddingRequest)
+    answer = answer_embeddings(body, server_state(request), caller_of(request))
+    return json_response(await until_disconnect(request, answer))
 
 
-async def embed(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+async def answer_embeddings(body: EmbeddingRequest, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Return the answer to `body` in OpenAI's form, with vectors that are JSON already. Raises a RequestError."""
-    state = server_state(request)
     model = state.check_model(body.model)
     if state.engine.info.task == "classify":
         raise InvalidValueError(f"The model {model!r} does not support embeddings: it classifies texts.", param="model")
@@ -89,9 +90,9 @@ async def embed(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
     tasks = [PromptTask(await whole_text(text, how, state), EMBED) for text in texts]
     request_id = new_id("embd", body.request_id or body.rid)
     options = RequestOptions(request_id=request_id, priority=body.priority or 0, cache_salt=body.cache_salt or "")
+    options = options.for_adapter(state.adapter_digest(model))
     at_once = 2 * state.engine.info.max_num_seqs  # the texts of a step, and the texts that wait for the next step
-    generation = Generation(state, options, tasks, caller_of(request), at_once=at_once)
-    return await until_disconnect(request, _answer(body, model, generation))
+    return await _answer(body, model, Generation(state, options, tasks, caller, at_once=at_once))
 
 
 def _check(body: EmbeddingRequest, info: EngineInfo) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from jaxserve.api.answers import Answer
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.openapi import documented
-from jaxserve.api.state import server_state
+from jaxserve.api.state import ServerState, server_state
 from jaxserve.types.messages import EngineInfo
 
 
@@ -27,7 +27,7 @@ class ModelAnswer(Answer):
     owned_by: str
     shutdown_date: None
     root: str
-    parent: None
+    parent: str | None  # of an adapter: the model
     max_model_len: int
     max_input_tokens: int
     task: str  # generate, embed or classify
@@ -85,12 +85,19 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """List the names under which the model is served."""
     state = server_state(request)
-    info = state.engine.info
-    return json_response(model_list([model_object(name, info, state.created) for name in info.served_names]))
+    names = (*state.engine.info.served_names, *state.adapters)
+    return json_response(model_list([_object(state, name) for name in names]))
 
 
 @router.get("/v1/models/{model:path}", **documented(ModelAnswer))
 async def retrieve_model(model: str, request: Request) -> Response:
     """Show one model by its name, which may contain slashes."""
     state = server_state(request)
-    return json_response(model_object(state.check_model(model), state.engine.info, state.created))
+    return json_response(_object(state, state.check_model(model)))
+
+
+def _object(state: ServerState, name: str) -> dict[str, Any]:
+    """Build the object of the model, or of an adapter: its root is its directory, and its parent the model."""
+    found, served = model_object(name, state.engine.info, state.created), state.engine.info.served_names
+    adapter = None if name in served else state.find_adapter(name)
+    return found if adapter is None else found | {"root": adapter.path or name, "parent": served[0]}

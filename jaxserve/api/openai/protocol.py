@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.fields import NestedObject, SamplingFields
 from jaxserve.api.known_fields import CHAT, CHAT_MESSAGE, CHAT_PART, CHAT_REASONING, CHAT_TOOL, COMPLETIONS, EVERYWHERE
 
@@ -14,6 +14,15 @@ Role = Annotated[
     Literal["developer", "system", "user", "assistant", "tool", "function", "latest_reminder", "root"],
     BeforeValidator(lambda role: role.lower() if isinstance(role, str) else role),
 ]
+
+
+class ImageUrl(NestedObject):
+    """A picture: a data: URL, or a URL of one of media.allowed_hosts."""
+
+    url: str
+    detail: str | None = Field(
+        None, description="low: at most 512 x 512 pixels are read. Others: as many as the server reads."
+    )
 
 
 class ContentPart(NestedObject):
@@ -24,6 +33,11 @@ class ContentPart(NestedObject):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = Field(None, description="With type image_url or input_image: the picture.")
+    detail: str | None = Field(None, description="With type input_image: as in image_url.")
+    min_pixels: ranges.TokenCount | None = Field(None, description="Least area that the picture is resized to.")
+    max_pixels: ranges.TokenCount | None = Field(None, description="Largest area that the picture is resized to.")
+    file_id: str | None = Field(None, description="Refused: send the picture as a data: URL.")
 
 
 class CalledFunction(NestedObject):
@@ -48,9 +62,9 @@ class ChatMessage(NestedObject):
     known = CHAT_MESSAGE
 
     role: Role
-    content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=ranges.MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=ranges.MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = Field(None, description="The reasoning of an assistant's message.")
@@ -59,7 +73,7 @@ class ChatMessage(NestedObject):
 
 
 class FunctionDefinition(NestedObject):
-    name: limits.FunctionName
+    name: ranges.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(
@@ -78,7 +92,7 @@ class CustomFormat(NestedObject):
 
 
 class CustomDefinition(NestedObject):
-    name: limits.FunctionName
+    name: ranges.FunctionName
     description: str | None = None
     format: CustomFormat | None = None
 
@@ -97,7 +111,7 @@ class NamedTool(NestedObject):
 
 class AllowedTools(NestedObject):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_TOOLS)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=ranges.MAX_TOOLS)]
 
 
 class ToolChoice(NestedObject):
@@ -116,26 +130,26 @@ class Reasoning(NestedObject):
 
 class Thinking(NestedObject):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: limits.TokenCountOrZero | None = Field(None, description="The same as thinking_token_budget.")
+    budget_tokens: ranges.TokenCountOrZero | None = Field(None, description="The same as thinking_token_budget.")
 
 
 class ChatCompletionRequest(SamplingFields):
     known = EVERYWHERE | CHAT
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(max_length=limits.MAX_MESSAGES)] = Field(
+    messages: Annotated[list[ChatMessage], Field(max_length=ranges.MAX_MESSAGES)] = Field(
         description="At least one, unless input_ids is given."
     )
-    input_ids: limits.TokenIds | None = Field(None, description="Token ids used instead of the rendered messages.")
-    max_completion_tokens: limits.TokenCount | None = Field(None, description="Default: the rest of the context.")
-    max_tokens: limits.TokenCount | None = Field(None, description="The older name of max_completion_tokens.")
+    input_ids: ranges.TokenIds | None = Field(None, description="Token ids used instead of the rendered messages.")
+    max_completion_tokens: ranges.TokenCount | None = Field(None, description="Default: the rest of the context.")
+    max_tokens: ranges.TokenCount | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
-    top_logprobs: limits.LogprobsCount | None = Field(None, description="Needs logprobs.")
+    top_logprobs: ranges.LogprobsCount | None = Field(None, description="Needs logprobs.")
 
-    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=ranges.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Default true.")
-    functions: Annotated[list[FunctionDefinition], Field(max_length=limits.MAX_TOOLS)] | None = None
+    functions: Annotated[list[FunctionDefinition], Field(max_length=ranges.MAX_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | NamedTool | None = None
 
     reasoning_effort: str | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
@@ -143,11 +157,11 @@ class ChatCompletionRequest(SamplingFields):
     thinking: bool | Thinking | None = Field(
         None, description="Turn reasoning on or off; passed to the template as enable_thinking."
     )
-    thinking_token_budget: limits.TokenCountOrZero | None = Field(
+    thinking_token_budget: ranges.TokenCountOrZero | None = Field(
         None, description="Reasoning is ended after this many output tokens."
     )
     enable_thinking: bool | None = Field(None, description="The same as thinking: true or false.")
-    thinking_budget: limits.TokenCountOrZero | None = Field(None, description="The same as thinking_token_budget.")
+    thinking_budget: ranges.TokenCountOrZero | None = Field(None, description="The same as thinking_token_budget.")
     separate_reasoning: bool | None = Field(None, description="Default true; false leaves reasoning in content.")
     include_reasoning: bool | None = Field(None, description="Default true; false omits reasoning from the answer.")
     stream_reasoning: bool | None = Field(None, description="Default true; false sends the reasoning in one piece.")
@@ -159,7 +173,7 @@ class ChatCompletionRequest(SamplingFields):
     )
     echo: bool | None = Field(None, description="Return the last message before the output. Default false.")
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_DOCUMENTS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=ranges.MAX_DOCUMENTS)] | None = None
 
     verbosity: Literal["low", "medium", "high"] | None = Field(
         None, description="Variables passed to the chat template."
@@ -168,7 +182,7 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Passed to the chat template: DeepSeek's one-word tasks."
     )
     modalities: Annotated[list[str], Field(max_length=8)] | None = Field(None, description="Only text.")
-    metadata: limits.Metadata | None = Field(None, description="Ignored.")
+    metadata: ranges.Metadata | None = Field(None, description="Ignored.")
     store: bool | None = Field(None, description="Ignored: nothing is stored.")
     service_tier: str | None = Field(None, description="Ignored; the answer says default.")
     prediction: dict[str, Any] | None = Field(None, description="Ignored: a hint.")
@@ -181,9 +195,9 @@ class ChatCompletionRequest(SamplingFields):
 
 Prompt = (
     str
-    | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
-    | limits.TokenIds
-    | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)]
+    | Annotated[list[str], Field(max_length=ranges.MAX_PROMPTS)]
+    | ranges.TokenIds
+    | Annotated[list[ranges.TokenIds], Field(max_length=ranges.MAX_PROMPTS)]
 )
 
 
@@ -192,12 +206,12 @@ class CompletionRequest(SamplingFields):
 
     model: str
     prompt: Prompt = Field(description="A text, texts, token ids, or lists of them.")
-    max_tokens: limits.TokenCountOrZero | None = Field(
+    max_tokens: ranges.TokenCountOrZero | None = Field(
         None, description="Default 16; limited to the rest of the context."
     )
     suffix: str | None = Field(None, description="Text after the gap, if the tokenizer has fill-in-the-middle tokens.")
     echo: bool | None = Field(None, description="Return the prompt before the output.")
-    logprobs: limits.LogprobsCount | None = None
+    logprobs: ranges.LogprobsCount | None = None
     best_of: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="Generate this many outputs and return the n best."
     )

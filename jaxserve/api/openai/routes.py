@@ -41,7 +41,7 @@ async def answer_chat(body: ChatCompletionRequest, state: ServerState, caller: C
     """Check everything that can be wrong with the request and plan its generation. Raises a RequestError."""
     model = state.check_generates(body.model)
     task = chat_task(body, state)
-    plan = await Planner(state, caller, task.request).chat(task.prompt)
+    plan = await Planner(state, caller, task.request.for_adapter(state.adapter_digest(model))).chat(task.prompt)
     return ChatAnswer(plan, task.options, model, state.token_texts)
 
 
@@ -52,7 +52,8 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     model = state.check_generates(body.model)
     task = completion_task(body, state)
-    generation = await Planner(state, caller_of(request), task.request).texts(task.prompts)
+    options = task.request.for_adapter(state.adapter_digest(model))
+    generation = await Planner(state, caller_of(request), options).texts(task.prompts)
     choices = CompletionChoices(generation, task.options, _prompt_texts(task, generation.prompts, state), state)
     answer = CompletionAnswer(generation, task.options, model, choices)
     if body.stream:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxserve.api.generate.pictures import PicturePart
 from jaxserve.api.generate.task import (
     ChatMessages,
     ChatPrompt,
@@ -23,13 +24,23 @@ from jaxserve.api.generate.task import (
     truncation,
 )
 from jaxserve.api.generate.tools import in_call_order, in_place, tool_use, without_header
-from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
-from jaxserve.api.openai.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, Thinking, ToolCall
+from jaxserve.api.openai.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    ImageUrl,
+    Thinking,
+    ToolCall,
+)
+from jaxserve.api.ranges import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
 from jaxserve.api.state import ServerState
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.types.sampling import SamplingParams
 
 _TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
+_PICTURE_PARTS = ("image_url", "input_image")
+_PICTURE_ROLES = ("user", "tool", "function")
 _MEDIA_PARTS = frozenset(
     {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "audio"}
 )
@@ -63,7 +74,7 @@ class ChatTask:
 
 def chat_task(body: ChatCompletionRequest, state: ServerState) -> ChatTask:
     """Read and check a body. Raises a RequestError that names the field."""
-    check_messages(body.messages)
+    check_messages(body.messages, takes_pictures=state.takes_pictures)
     _check(body)
     options = ChatOptions(
         output=output_options(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
@@ -80,7 +91,7 @@ def _prompt(body: ChatCompletionRequest, state: ServerState) -> ChatPrompt:
     tools = tool_use(body)
     messages = ChatMessages(
         make=template_messages(body.messages, system_in_middle=state.takes_late_system),
-        size=body.size,
+        size=max(0, body.size - _picture_bytes(body.messages)),
         tools=tools.shown,
         documents=body.documents,
         variables=_template_variables(body),
@@ -89,6 +100,8 @@ def _prompt(body: ChatCompletionRequest, state: ServerState) -> ChatPrompt:
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
+    if body.input_ids is not None and any(_has_picture(message) for message in body.messages):
+        raise UnsupportedParameterError("input_ids does not go with images.", param="input_ids")
     return ChatPrompt(
         messages=messages,
         token_ids=body.input_ids,
@@ -115,12 +128,15 @@ def _check(body: ChatCompletionRequest) -> None:
             raise UnsupportedParameterError(f"modalities: {modality!r} cannot be made.", param="modalities")
 
 
-def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Check rules that the types cannot express. Raises a RequestError that names the message."""
+def check_messages(messages: Sequence[ChatMessage], *, takes_pictures: bool) -> None:
+    """Check rules that the types cannot express. Raises a RequestError that names the message.
+
+    takes_pictures: whether the model reads pictures
+    """
     for number, message in enumerate(messages):
         param = f"messages.{number}.content"
         if isinstance(message.content, list):
-            _check_parts(message, param)
+            _check_parts(message, param, takes_pictures)
         elif message.content is None and message.role in ("system", "developer", "user", "tool"):
             raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
         if message.role == "tool" and message.tool_call_id is None:
@@ -132,17 +148,48 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
                 raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
 
 
-def _check_parts(message: ChatMessage, param: str) -> None:
+def _check_parts(message: ChatMessage, param: str, takes_pictures: bool) -> None:
     assert isinstance(message.content, list)
     for number, part in enumerate(message.content):
         where = f"{param}.{number}"
+        if part.type in _PICTURE_PARTS and takes_pictures:
+            _check_picture(part, message.role, where)
+            continue
         if part.type in _MEDIA_PARTS:
-            message_text = f"{where}: a part of type {part.type!r} cannot be given to this model, it takes text only."
+            reason = "the model takes text and images" if takes_pictures else "the model is served as text here"
+            message_text = f"{where}: a part of type {part.type!r} cannot be given: {reason}."
             raise UnsupportedParameterError(message_text, param=where)
         if part.type not in _TEXT_PARTS:
             raise InvalidValueError(f"{where}.type: {part.type!r} is no type of part.", param=f"{where}.type")
         if part.text is None and part.refusal is None:
             raise InvalidValueError(f"{where}.text is missing.", param=f"{where}.text")
+
+
+def _check_picture(part: ContentPart, role: str, where: str) -> None:
+    if role not in _PICTURE_ROLES:
+        message = f"{where}: images are taken in user messages and tool results, not in those of the {role}."
+        raise InvalidValueError(message, param=where)
+    if part.file_id is not None:
+        message = f"{where}.file_id: send the image as a data: URL."
+        raise UnsupportedParameterError(message, param=f"{where}.file_id")
+    if part.image_url is None:
+        raise InvalidValueError(f"{where}.image_url is missing.", param=f"{where}.image_url")
+
+
+def _has_picture(message: ChatMessage) -> bool:
+    return isinstance(message.content, list) and any(part.type in _PICTURE_PARTS for part in message.content)
+
+
+def _picture_bytes(messages: Sequence[ChatMessage]) -> int:
+    """Return the bytes of the pictures, which no template reads."""
+    parts = [part for message in messages if isinstance(message.content, list) for part in message.content]
+    return sum(len(_picture(part, "").text) for part in parts if part.type in _PICTURE_PARTS)
+
+
+def _picture(part: ContentPart, where: str) -> PicturePart:
+    found = part.image_url
+    url, detail = (found.url, found.detail) if isinstance(found, ImageUrl) else (found or "", part.detail)
+    return PicturePart(url, f"{where}.image_url", detail, part.min_pixels, part.max_pixels)
 
 
 def template_messages(messages: Sequence[ChatMessage], *, system_in_middle: bool) -> Callable[[], list[dict[str, Any]]]:
@@ -153,15 +200,20 @@ def template_messages(messages: Sequence[ChatMessage], *, system_in_middle: bool
     """
 
     def make() -> list[dict[str, Any]]:
-        found = in_call_order([_template_message(message) for message in messages])
+        found = in_call_order([_template_message(message, number) for number, message in enumerate(messages)])
         return found if system_in_middle else in_place(found)
 
     return make
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
+def _template_message(message: ChatMessage, number: int) -> dict[str, Any]:
     """Return a message in which every call is of a function, and every result of a call has the role of a tool."""
     found = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        found["content"] = [
+            _picture(part, f"messages.{number}.content.{place}") if part.type in _PICTURE_PARTS else dumped
+            for place, (part, dumped) in enumerate(zip(message.content, found["content"], strict=True))
+        ]
     if message.role == "system":
         _drop_header(found)
     calls = message.tool_calls

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, CommonFields, NestedObject, StructuredOutputs
 from jaxserve.api.known_fields import EVERYWHERE, RESPONSES, RESPONSES_REASONING
@@ -36,6 +36,11 @@ class ItemPart(NestedObject):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = Field(
+        None, description="With type input_image: a data: URL, or a URL of one of media.allowed_hosts."
+    )
+    file_id: str | None = Field(None, description="Refused with type input_image: send a data: URL.")
+    detail: str | None = Field(None, description="low: at most 512 x 512 pixels of the picture are read.")
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
@@ -85,7 +90,7 @@ class ResponseTool(NestedObject):
         None, description="Default false: what cannot be enforced of the schema is left out, instead of refused."
     )
     format: ToolInputFormat | str | dict[str, Any] | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=ranges.MAX_TOOLS)] | None = None
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
@@ -100,7 +105,7 @@ class ResponseToolChoice(NestedObject):
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = Field(None, description="Of allowed_tools.")
-    tools: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=ranges.MAX_TOOLS)] | None = None
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
@@ -166,7 +171,7 @@ class ResponsesRequest(CommonFields):
     background: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = Field(None, description="Only with stream.")
-    max_output_tokens: limits.TokenCount | None = Field(
+    max_output_tokens: ranges.TokenCount | None = Field(
         None, description="Of reasoning and answer. Default: the rest of the context."
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_CHOICES)] | None = Field(
@@ -174,15 +179,15 @@ class ResponsesRequest(CommonFields):
     )
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=ranges.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Default true.")
-    max_tool_calls: limits.TokenCount | None = Field(None, description="Ignored: of hosted tools.")
+    max_tool_calls: ranges.TokenCount | None = Field(None, description="Ignored: of hosted tools.")
     include: Annotated[list[Include], Field(max_length=16)] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the oldest turns are left out if the conversation is too long."
     )
-    metadata: limits.Metadata | None = None
+    metadata: ranges.Metadata | None = None
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Ignored.")
     safety_identifier: Annotated[str, Field(max_length=128)] | None = Field(None, description="Ignored.")
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(
@@ -199,10 +204,10 @@ class ResponsesRequest(CommonFields):
     moderation: Any = Field(None, description="Ignored.")
     access_programs: Any = Field(None, description="Ignored.")
 
-    stop: limits.StopText | limits.Stops | None = Field(None, description="Texts that end the output.")
+    stop: ranges.StopText | ranges.Stops | None = Field(None, description="Texts that end the output.")
     structured_outputs: StructuredOutputs | None = Field(None, description="text.format in vLLM's form.")
     chat_template_kwargs: dict[str, Any] | None = None
-    request_id: limits.Identifier | None = Field(None, description="For aborts and logs. Default: the response's id.")
+    request_id: ranges.Identifier | None = Field(None, description="For aborts and logs. Default: the response's id.")
 
 
 class ResponseAnswer(Answer):
@@ -266,11 +271,11 @@ NewItems = Annotated[list[InputItem], Field(max_length=MAX_NEW_ITEMS)]
 
 class CreateConversationRequest(Body):
     items: NewItems | None = None
-    metadata: limits.Metadata | None = None
+    metadata: ranges.Metadata | None = None
 
 
 class UpdateConversationRequest(Body):
-    metadata: limits.Metadata | None = Field(description="Replaces the metadata.")
+    metadata: ranges.Metadata | None = Field(description="Replaces the metadata.")
 
 
 class AddItemsRequest(Body):

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from jaxserve.api.batch.request import batch_priority
 from jaxserve.api.body_cost import LARGE_BYTES
-from jaxserve.api.generate.planner import Planner, planned, render
+from jaxserve.api.generate.planner import Planner, planned, prompt_tokens
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.errors import RESPONSES
@@ -201,7 +201,7 @@ async def answer_responses(
     """Check everything that can be wrong with the request and plan its generation. Raises a RequestError."""
     model = state.check_generates(body.model)
     task = await responses_task(body, state, caller.owner, name, earlier)
-    planner = Planner(state, caller, task.request)
+    planner = Planner(state, caller, task.request.for_adapter(state.adapter_digest(model)))
     plan = await planned(planner, task.prompt, task.shortened, task.num_droppable)
     return ResponsesAnswer(plan, task.options, model, caller.owner, keeper)
 
@@ -251,5 +251,5 @@ async def count_input_tokens(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest)
     _, earlier = await read_history(body, caller.sees, stored_responses(request.app))
     messages = await input_messages(body, state, caller.owner, earlier)
-    ids = await state.encoder.encode(await render(messages, state), add_special_tokens=False, param="input")
-    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+    found = await prompt_tokens(messages, state, special=False, limit=None, param="input")
+    return json_response({"object": "response.input_tokens", "input_tokens": len(found.token_ids)})

@@ -153,7 +153,11 @@ def _store(request: Request) -> ResponseStore:
 async def _new_items(request: Request, items: Sequence[InputItem], size: int) -> tuple[StoredItem, ...]:
     """Check items outside the event loop. Raises a RequestError that names the item. size: bytes of the body"""
     state = server_state(request)
-    reader = ItemReader(False, lambda encrypted: "", lambda kind: state.unknown_fields.note(PATH, [kind]))
+
+    def note(kind: str) -> None:
+        state.unknown_fields.note(PATH, [kind])
+
+    reader = ItemReader(False, lambda encrypted: "", note, state.takes_pictures)
 
     def work() -> tuple[StoredItem, ...]:
         reader.check(items, "items")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from jaxserve.api.body_cost import LARGE_BYTES
 from jaxserve.api.fields import SamplingFields
+from jaxserve.api.generate.pictures import PicturePart, joined_content
 from jaxserve.api.generate.task import (
     ChatMessages,
     ChatPrompt,
@@ -40,7 +41,7 @@ from jaxserve.api.generate.tools import (
     without_header,
 )
 from jaxserve.api.http.errors import RESPONSES_PREFIX
-from jaxserve.api.limits import MAX_TOOLS
+from jaxserve.api.ranges import MAX_TOOLS
 from jaxserve.api.responses.protocol import (
     SHOWS_ENCRYPTED,
     SHOWS_LOGPROBS,
@@ -104,11 +105,13 @@ class ItemReader:
     system_in_middle: whether the chat template takes system messages after the first one
     decrypted: decrypts `encrypted_content`; returns "" if this server did not encrypt it
     note: called with the kind of each item or part that is dropped
+    takes_pictures: whether the model reads pictures; if not, a line of text stands for each
     """
 
     system_in_middle: bool
     decrypted: Callable[[str], str]
     note: Callable[[str], None]
+    takes_pictures: bool = False
 
     def turns(self, items: Sequence[InputItem], param: str, num_kept: int = 0) -> list[list[Message]]:
         """Return the messages of each turn. Raises a RequestError that names the item.
@@ -147,17 +150,35 @@ class ItemReader:
         return found
 
     def text(self, content: str | Sequence[ItemPart] | None, param: str) -> str:
-        """Return the text of a message's content or of a call's output. An image becomes a line of text."""
+        """Return the text of a content that has no picture. Raises InvalidValueError if it has one."""
+        found = self._content(content, param)
+        if not isinstance(found, str):
+            message = f"{param}: images are taken in user messages and the outputs of calls."
+            raise InvalidValueError(message, param=param)
+        return found
+
+    def _content(self, content: str | Sequence[ItemPart] | None, param: str) -> str | list[Any]:
+        """Return the text of a message's content or of a call's output, or parts if it has a picture."""
         if isinstance(content, str) or content is None:
             return content or ""
-        return "\n".join(self._part(part, f"{param}.{place}") for place, part in enumerate(content))
+        pieces = [self._part(part, f"{param}.{place}") for place, part in enumerate(content)]
+        if any(isinstance(piece, PicturePart) for piece in pieces):
+            return joined_content(pieces)
+        return "\n".join(map(str, pieces))
 
-    def _part(self, part: ItemPart, param: str) -> str:
+    def _part(self, part: ItemPart, param: str) -> str | PicturePart:
         if part.type in _TEXTS:
             text = part.refusal if part.text is None else part.text
             if text is None:
                 raise _missing(f"{param}.text")
             return text
+        if part.type in ("input_image", "computer_screenshot") and self.takes_pictures:
+            if part.file_id is not None:
+                message = f"{param}.file_id: send the image as a data: URL in image_url."
+                raise UnsupportedParameterError(message, param=f"{param}.file_id")
+            if part.image_url is None:
+                raise _missing(f"{param}.image_url")
+            return PicturePart(part.image_url, f"{param}.image_url", part.detail)
         if part.type in ("input_image", "computer_screenshot"):
             self.note(part.type)
             return NO_IMAGE
@@ -194,8 +215,12 @@ class ItemReader:
         kind, where, item = entry
         if kind == "message":
             role = "system" if item.role == "developer" else item.role
-            text = self.text(item.content, f"{where}.content")
-            yield {"role": role, "content": without_header(text) if role == "system" else text}
+            param = f"{where}.content"
+            if role == "system":
+                yield {"role": role, "content": without_header(self.text(item.content, param))}
+            else:
+                read = self._content if role == "user" else self.text
+                yield {"role": role, "content": read(item.content, param)}
         elif kind == "reasoning":
             text = self._reasoning(item, where)
             if text:
@@ -203,7 +228,7 @@ class ItemReader:
         elif kind in _CALLS:
             yield {"role": "assistant", "content": "", "tool_calls": [_call(item)]}
         elif kind in _OUTPUTS:
-            output = self.text(item.output, f"{where}.output")
+            output = self._content(item.output, f"{where}.output")
             yield {"role": "tool", "tool_call_id": item.call_id, "content": output}
         else:
             raise InvalidValueError(f"{where}: there is no item with id {item.id!r}.", param=where)
@@ -598,7 +623,7 @@ async def _conversation(body: ResponsesRequest, state: ServerState, owner: str, 
     def note(kind: str) -> None:
         state.unknown_fields.note(RESPONSES_PREFIX, [kind])
 
-    reader = ItemReader(state.takes_late_system, decrypted, note)
+    reader = ItemReader(state.takes_late_system, decrypted, note, state.takes_pictures)
 
     def work() -> _Conversation:
         before = [_stored(item) for item in earlier.before]
@@ -618,7 +643,10 @@ def _instructions(body: ResponsesRequest, reader: ItemReader) -> str:
     if body.instructions is None or isinstance(body.instructions, str):
         return without_header(body.instructions or "")
     turns = reader.turns(body.instructions, "instructions")
-    return "\n".join(message["content"] for message in itertools.chain.from_iterable(turns))
+    messages = list(itertools.chain.from_iterable(turns))
+    if any(not isinstance(message["content"], str) for message in messages):
+        raise InvalidValueError("instructions: images are taken in the input.", param="instructions")
+    return "\n".join(message["content"] for message in messages)
 
 
 def _resolved(item: InputItem, referred: Mapping[str, bytes]) -> InputItem:

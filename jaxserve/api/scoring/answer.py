@@ -123,7 +123,8 @@ async def pair_prompt(query: str, instruction: str | None, keep: int | None, sta
 async def _rendered(query: str, instruction: str | None, state: ServerState) -> str:
     pair = [{"role": "query", "content": query.replace(_PLACE, "")}, {"role": "document", "content": _PLACE}]
     system = [{"role": "system", "content": instruction}] if instruction else []
-    return await render(ChatMessages(make=lambda: [*system, *pair], size=len(query) + len(instruction or "")), state)
+    messages = ChatMessages(make=lambda: [*system, *pair], size=len(query) + len(instruction or ""))
+    return (await render(messages, state))[0]
 
 
 def _known(query: str, instruction: str, state: ServerState) -> str:
@@ -315,7 +316,7 @@ class Decider:
         messages = ChatMessages(
             make=lambda: [{"role": "user", "content": content}], size=len(content), variables=thinking(False)
         )
-        head, place, tail = (await render(messages, self.state)).partition(_PLACE)
+        head, place, tail = (await render(messages, self.state))[0].partition(_PLACE)
         if not place or _PLACE in tail:
             raise InvalidValueError("The chat template does not show a user's message once.", param="input")
         return head, tail

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.answers import Answer, EmbeddingUsage
 from jaxserve.api.fields import Body, NestedObject
 from jaxserve.api.known_fields import EVERYWHERE, SCORING
 from jaxserve.api.openai.protocol import Prompt
 
-Texts = Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
+Texts = Annotated[list[str], Field(max_length=ranges.MAX_PROMPTS)]
 KeptTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 
 
@@ -29,19 +29,19 @@ class ScoringFields(Body):
     truncate_prompt_tokens: KeptTokens | None = Field(
         None, description="Cut the document so that this many tokens remain; -1: as many as fit. Default: a 400."
     )
-    priority: limits.Priority | None = Field(
+    priority: ranges.Priority | None = Field(
         None, description="Lower values run earlier (policy: priority). Default 0."
     )
-    cache_salt: limits.CacheSalt | None = Field(
+    cache_salt: ranges.CacheSalt | None = Field(
         None, description="Only requests with the same value share cached prefixes."
     )
-    request_id: limits.Identifier | None = Field(None, description="Id of the request, for aborts and logs.")
-    rid: limits.Identifier | None = Field(None, description="The same as request_id.")
+    request_id: ranges.Identifier | None = Field(None, description="Id of the request, for aborts and logs.")
+    rid: ranges.Identifier | None = Field(None, description="The same as request_id.")
 
 
 class PairFields(ScoringFields):
     instruction: str | None = Field(None, description="What relevant means; read by rerankers with a prompt.")
-    max_tokens_per_doc: limits.TokenCount | None = Field(None, description="Cut each document to this many tokens.")
+    max_tokens_per_doc: ranges.TokenCount | None = Field(None, description="Cut each document to this many tokens.")
 
 
 class RerankDocument(NestedObject):
@@ -50,8 +50,8 @@ class RerankDocument(NestedObject):
 
 class RerankRequest(PairFields):
     query: Annotated[str, Field(min_length=1)]
-    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
-    top_n: limits.TokenCountOrZero | None = Field(None, description="Return this many results. Default and 0: all.")
+    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=ranges.MAX_PROMPTS)]
+    top_n: ranges.TokenCountOrZero | None = Field(None, description="Return this many results. Default and 0: all.")
     return_documents: bool | None = Field(None, description="Return the texts too. Default true.")
 
 
@@ -140,7 +140,7 @@ class DecisionPart(NestedObject):
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Ignored: prefixes are always cached.")
 
 
-DecisionParts = Annotated[list[DecisionPart], Field(max_length=limits.MAX_MESSAGES)]
+DecisionParts = Annotated[list[DecisionPart], Field(max_length=ranges.MAX_MESSAGES)]
 
 
 class DecisionItem(NestedObject):
@@ -193,7 +193,7 @@ class PromptCacheOptions(NestedObject):
 
 class DecisionRequest(Body):
     model: str
-    input: str | Annotated[list[DecisionItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)] = Field(
+    input: str | Annotated[list[DecisionItem], Field(min_length=1, max_length=ranges.MAX_MESSAGES)] = Field(
         description="A text, or messages, calls and their outputs."
     )
     questions: Annotated[list[DecisionQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]

@@ -18,7 +18,7 @@ from jaxserve.api.generate.task import RequestOptions, as_prompts, new_id, prefi
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import until_disconnect
-from jaxserve.api.keys import caller_of
+from jaxserve.api.keys import Caller, caller_of
 from jaxserve.api.openapi import documented
 from jaxserve.api.scoring.answer import Decider, PairScorer, check_scores_pairs
 from jaxserve.api.scoring.protocol import (
@@ -34,7 +34,7 @@ from jaxserve.api.scoring.protocol import (
     ScoringFields,
 )
 from jaxserve.api.scoring.task import check_keep, decision_task, rerank_task, score_task, scoring_options
-from jaxserve.api.state import server_state
+from jaxserve.api.state import ServerState, server_state
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import EMBED
@@ -48,9 +48,15 @@ router = APIRouter()
 async def rerank(request: Request) -> Response:
     """Sort documents by their relevance to a query."""
     body = await read_body(request, RerankRequest)
-    model, scorer = _scorer(request, body, "rerank")
+    answer = answer_rerank(body, server_state(request), caller_of(request))
+    return json_response(await until_disconnect(request, answer))
+
+
+async def answer_rerank(body: RerankRequest, state: ServerState, caller: Caller) -> dict[str, Any]:
+    """Return the answer to a body. Raises a RequestError."""
+    model, scorer = _scorer(body, state, caller, "rerank")
     task = rerank_task(body)
-    scores, tokens = await until_disconnect(request, scorer.scores(task))
+    scores, tokens = await scorer.scores(task)
     order = sorted(range(len(scores)), key=lambda number: -scores[number])[: body.top_n or None]
     shows = body.return_documents is not False
     results = [
@@ -58,15 +64,13 @@ async def rerank(request: Request) -> Response:
         | ({"document": {"text": task.documents[number]}} if shows else {})
         for number in order
     ]
-    return json_response(
-        {
-            "id": scorer.options.request_id,
-            "model": model,
-            "results": results,
-            "usage": usage(tokens),
-            "meta": {"billed_units": {"search_units": 1}},
-        }
-    )
+    return {
+        "id": scorer.options.request_id,
+        "model": model,
+        "results": results,
+        "usage": usage(tokens),
+        "meta": {"billed_units": {"search_units": 1}},
+    }
 
 
 @router.post("/v1/score", **documented(Scored, body=ScoreRequest))
@@ -74,21 +78,27 @@ async def rerank(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """Score pairs of texts: one query with each document, or each query with its document."""
     body = await read_body(request, ScoreRequest)
-    model, scorer = _scorer(request, body, "score")
-    scores, tokens = await until_disconnect(request, scorer.scores(score_task(body)))
+    answer = answer_score(body, server_state(request), caller_of(request))
+    return json_response(await until_disconnect(request, answer))
+
+
+async def answer_score(body: ScoreRequest, state: ServerState, caller: Caller) -> dict[str, Any]:
+    """Return the answer to a body. Raises a RequestError."""
+    model, scorer = _scorer(body, state, caller, "score")
+    scores, tokens = await scorer.scores(score_task(body))
     data = [{"index": number, "object": "score", "score": value} for number, value in enumerate(scores)]
-    return json_response(listed(scorer.options.request_id, model, data, tokens))
+    return listed(scorer.options.request_id, model, data, tokens)
 
 
-def _scorer(request: Request, body: ScoringFields, prefix: str) -> tuple[str, PairScorer]:
+def _scorer(body: ScoringFields, state: ServerState, caller: Caller, prefix: str) -> tuple[str, PairScorer]:
     """Return the model's name and its scorer. prefix: prefix of the request's id
 
     Raises ModelNotFoundError, or InvalidValueError if the model cannot score pairs.
     """
-    state = server_state(request)
     model = state.check_model(body.model)
     check_scores_pairs(state.engine.info, model)
-    return model, PairScorer(state, caller_of(request), scoring_options(body, prefix))
+    options = scoring_options(body, prefix).for_adapter(state.adapter_digest(model))
+    return model, PairScorer(state, caller, options)
 
 
 def listed(request_id: str, model: str, data: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
@@ -108,8 +118,13 @@ async def classify(request: Request) -> Response:
 
     Raises InvalidValueError if the model has no labels.
     """
-    state = server_state(request)
     body = await read_body(request, ClassifyRequest)
+    answer = answer_classify(body, server_state(request), caller_of(request))
+    return json_response(await until_disconnect(request, answer))
+
+
+async def answer_classify(body: ClassifyRequest, state: ServerState, caller: Caller) -> dict[str, Any]:
+    """Return the answer to a body. Raises a RequestError."""
     model = state.check_model(body.model)
     info = state.engine.info
     if not info.labels:
@@ -117,12 +132,12 @@ async def classify(request: Request) -> Response:
     check_keep(body.truncate_prompt_tokens)
     how = TextCut(body.truncate_prompt_tokens)
     tokens = [await whole_text(each, how, state) for each in as_prompts(body.input, "input")]
-    options = scoring_options(body, "classify")
+    options = scoring_options(body, "classify").for_adapter(state.adapter_digest(model))
     tasks = [PromptTask(each, EMBED) for each in tokens]
-    generation = Generation(state, options, tasks, caller_of(request), at_once=half_of_rows(info))
-    found = await until_disconnect(request, embeddings(generation))
+    generation = Generation(state, options, tasks, caller, at_once=half_of_rows(info))
+    found = await embeddings(generation)
     rows = await state.encoder.run(lambda: _rows(found, body, info), len(found) * len(found[0]))
-    return json_response(listed(options.request_id, model, rows, generation.usage.prompt_tokens))
+    return listed(options.request_id, model, rows, generation.usage.prompt_tokens)
 
 
 def _rows(found: Sequence[bytes], body: ClassifyRequest, info: EngineInfo) -> list[dict[str, Any]]:
@@ -155,7 +170,7 @@ async def create_decision(request: Request) -> Response:
     model = state.check_generates(body.model)
     task = await state.encoder.run(lambda: decision_task(body), body.size)
     salt = prefix_namespace(None, body.prompt_cache_key)
-    options = RequestOptions(request_id=new_id("decision"), cache_salt=salt)
+    options = RequestOptions(request_id=new_id("decision"), cache_salt=salt, adapter=state.adapter_digest(model))
     work = Decider(state, caller_of(request), options).probabilities(task)
     found, generation = await until_disconnect(request, work)
     answers = [answer(each, values) for each, values in zip(body.questions, found, strict=True)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, RootModel
 
-from jaxserve.api import limits
+from jaxserve.api import ranges
 from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject, SessionParams
 from jaxserve.api.known_fields import EVERYWHERE, GENERATE, NATIVE_SAMPLING
@@ -21,54 +21,54 @@ class NativeSampling(NestedObject):
 
     known = EVERYWHERE | NATIVE_SAMPLING
 
-    max_new_tokens: limits.TokenCountOrZero | None = Field(None, description="Default 128.")
-    min_new_tokens: limits.TokenCountOrZero | None = None
-    temperature: limits.Temperature | None = None
-    top_p: limits.TopP | None = None
-    top_k: limits.TopK | None = None
-    min_p: limits.MinP | None = None
-    frequency_penalty: limits.AdditivePenalty | None = None
-    presence_penalty: limits.AdditivePenalty | None = None
-    repetition_penalty: limits.RepetitionPenalty | None = None
-    logit_bias: limits.LogitBias | None = None
-    stop: limits.StopText | limits.Stops | None = None
-    stop_token_ids: limits.TokenIds | None = None
-    stop_regex: limits.StopPattern | limits.StopPatterns | None = None
+    max_new_tokens: ranges.TokenCountOrZero | None = Field(None, description="Default 128.")
+    min_new_tokens: ranges.TokenCountOrZero | None = None
+    temperature: ranges.Temperature | None = None
+    top_p: ranges.TopP | None = None
+    top_k: ranges.TopK | None = None
+    min_p: ranges.MinP | None = None
+    frequency_penalty: ranges.AdditivePenalty | None = None
+    presence_penalty: ranges.AdditivePenalty | None = None
+    repetition_penalty: ranges.RepetitionPenalty | None = None
+    logit_bias: ranges.LogitBias | None = None
+    stop: ranges.StopText | ranges.Stops | None = None
+    stop_token_ids: ranges.TokenIds | None = None
+    stop_regex: ranges.StopPattern | ranges.StopPatterns | None = None
     ignore_eos: bool | None = None
     speculate: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    n: limits.Choices | None = None
-    sampling_seed: limits.Seed | None = None
+    n: ranges.Choices | None = None
+    sampling_seed: ranges.Seed | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
-    stream_interval: limits.TokenCount | None = None
+    stream_interval: ranges.TokenCount | None = None
 
 
 T = TypeVar("T")
-PerPrompt = Annotated[list[T], Field(max_length=limits.MAX_PROMPTS)]
+PerPrompt = Annotated[list[T], Field(max_length=ranges.MAX_PROMPTS)]
 
 
 class GenerateRequest(Body):
     known = EVERYWHERE | GENERATE
 
-    text: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)] | None = None
-    input_ids: limits.TokenIds | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
+    text: str | Annotated[list[str], Field(max_length=ranges.MAX_PROMPTS)] | None = None
+    input_ids: ranges.TokenIds | Annotated[list[ranges.TokenIds], Field(max_length=ranges.MAX_PROMPTS)] | None = None
     sampling_params: NativeSampling | PerPrompt[NativeSampling] | None = None
     session_id: str | None = Field(None, description="Ignored: a hint for routers.")
     session_params: SessionParams | None = Field(
         None, description="Continue a session of /open_session; only with one prompt."
     )
-    rid: limits.Identifier | PerPrompt[limits.Identifier] | None = None
+    rid: ranges.Identifier | PerPrompt[ranges.Identifier] | None = None
     return_logprob: bool | PerPrompt[bool] | None = None
-    logprob_start_len: limits.PromptStart | PerPrompt[limits.PromptStart] | None = Field(
+    logprob_start_len: ranges.PromptStart | PerPrompt[ranges.PromptStart] | None = Field(
         None, description="First prompt position, at most the number of prompt tokens; -1: outputs only."
     )
-    top_logprobs_num: limits.LogprobsCount | PerPrompt[limits.LogprobsCount] | None = None
-    token_ids_logprob: limits.WatchedIds | PerPrompt[limits.WatchedIds] | None = Field(
+    top_logprobs_num: ranges.LogprobsCount | PerPrompt[ranges.LogprobsCount] | None = None
+    token_ids_logprob: ranges.WatchedIds | PerPrompt[ranges.WatchedIds] | None = Field(
         None, description="Log-probabilities of these tokens as well; needs return_logprob."
     )
     return_text_in_logprobs: bool | None = None
@@ -81,7 +81,7 @@ class GenerateRequest(Body):
     return_routed_experts: bool | None = Field(
         None, description="In meta_info: base64 of int32 [tokens, sparse layers, experts]."
     )
-    routed_experts_start_len: limits.TokenCountOrZero | None = Field(
+    routed_experts_start_len: ranges.TokenCountOrZero | None = Field(
         None, description="First prompt position of routed_experts. Default 0."
     )
     watermark: bool | None = Field(
@@ -95,21 +95,24 @@ class GenerateRequest(Body):
     incremental: bool | None = Field(
         None, description="Events hold only what is new: text, ids, output lists of meta_info."
     )
-    priority: limits.Priority | None = None
-    data_parallel_rank: limits.Rank | None = None
-    routed_dp_rank: limits.Rank | None = None
-    extra_key: limits.CacheSalt | PerPrompt[limits.CacheSalt] | None = None
+    priority: ranges.Priority | None = None
+    data_parallel_rank: ranges.Rank | None = None
+    routed_dp_rank: ranges.Rank | None = None
+    extra_key: ranges.CacheSalt | PerPrompt[ranges.CacheSalt] | None = None
+    lora_path: str | PerPrompt[str | None] | None = Field(
+        None, description="Name of a loaded adapter, one for all prompts of a request. Default: the model alone."
+    )
 
 
-Texts = Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=ranges.MAX_PROMPTS)]
 
 
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | Texts | None = Field(None, description="A text or texts; or give messages.")
     text: str | None = Field(None, description="The same as prompt.")
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=ranges.MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=ranges.MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = Field(None, description="Default true for texts, false for messages.")
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     continue_final_message: bool | None = Field(None, description="Default false.")
@@ -121,8 +124,8 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: limits.TokenIds | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
-    ids: limits.TokenIds | None = Field(None, description="The same as tokens.")
+    tokens: ranges.TokenIds | Annotated[list[ranges.TokenIds], Field(max_length=ranges.MAX_PROMPTS)] | None = None
+    ids: ranges.TokenIds | None = Field(None, description="The same as tokens.")
     skip_special_tokens: bool | None = Field(None, description="Default false.")
 
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.generate.generation import Generation
-from jaxserve.api.generate.planner import Planner, check_ids, render
+from jaxserve.api.generate.planner import Planner, check_ids, prompt_tokens
 from jaxserve.api.generate.task import ChatMessages
 from jaxserve.api.generate.wire import json_answer, json_response
 from jaxserve.api.http.body import read_body
@@ -43,6 +43,7 @@ from jaxserve.api.state import ServerState, server_state
 from jaxserve.client.replicas import ReplicaState
 from jaxserve.config import SECRETS
 from jaxserve.errors import InvalidValueError
+from jaxserve.types.calls import FlushCache
 from jaxserve.version import __version__
 
 router = APIRouter()
@@ -83,8 +84,7 @@ async def tokenize(request: Request) -> Response:
     state = server_state(request)
     body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
-    param, texts, special = await _texts(body, state)
-    ids = [await state.encoder.encode(text, add_special_tokens=special, param=param) for text in texts]
+    ids = await _token_ids(body, state)
     many = isinstance(body.prompt, list)
 
     def answer() -> Response:
@@ -108,8 +108,8 @@ async def _off_loop_if_long(work: Callable[[], Response], num_tokens: int, state
     return work() if num_tokens <= INLINE_TOKENS else await state.text_work.run(work, num_tokens)
 
 
-async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[str], bool]:
-    """Return (the field of the texts, texts, whether to add special tokens).
+async def _token_ids(body: TokenizeRequest, state: ServerState) -> list[list[int]]:
+    """Return the token ids of each text.
 
     By default special tokens are added to plain texts, not to rendered conversations.
     """
@@ -118,8 +118,10 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[s
         raise InvalidValueError("Give prompt or messages, one of them.", param=given[-1] if given else "prompt")
     if body.messages is None:
         text = body.prompt if body.prompt is not None else body.text
-        return given[0], [text] if isinstance(text, str) else list(text or []), body.add_special_tokens is not False
-    check_messages(body.messages)
+        texts = [text] if isinstance(text, str) else list(text or [])
+        special = body.add_special_tokens is not False
+        return [await state.encoder.encode(each, add_special_tokens=special, param=given[0]) for each in texts]
+    check_messages(body.messages, takes_pictures=state.takes_pictures)
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     messages = ChatMessages(
         make=template_messages(body.messages, system_in_middle=state.takes_late_system),
@@ -129,7 +131,8 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[s
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
     )
-    return given[0], [await render(messages, state)], bool(body.add_special_tokens)
+    found = await prompt_tokens(messages, state, special=bool(body.add_special_tokens), limit=None)
+    return [found.token_ids]
 
 
 @router.post("/detokenize", **documented(Detokenized, body=DetokenizeRequest))
@@ -203,7 +206,7 @@ async def model_info(request: Request) -> Response:
             "dtype": info.dtype,
             "preferred_sampling_params": info.generation_defaults or None,
             "weight_version": state.engine.stats().weight_version,
-            "has_image_understanding": False,
+            "has_image_understanding": state.takes_pictures,
             "has_audio_understanding": False,
         }
     )
@@ -296,7 +299,7 @@ async def close_session(request: Request) -> Response:
 @router.get("/flush_cache", include_in_schema=False)
 async def flush_cache(request: Request) -> Response:
     """Drop the prefix cache. Running requests keep their pages."""
-    await server_state(request).engine.call("flush_cache")
+    await server_state(request).engine.call(FlushCache())
     return json_response({"success": True})
 
 

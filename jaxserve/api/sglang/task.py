@@ -78,7 +78,7 @@ async def native_task(body: GenerateRequest, state: ServerState) -> NativeTask:
     options = _options(body, sampling)
     _check_session(body, count)
     single = not _is_batch(body)
-    request = _request(body, sampling)
+    request = _request(body, sampling).for_adapter(_adapter(body, count, state))
     many = [f"{request.request_id}_{number}" for number in range(count)]
     ids = spread(body.rid if isinstance(body.rid, list) else [request.request_id] if single else many, count, "rid")
     read: dict[tuple[int, NativeOptions], TextPrompt] = {}  # prompts with the same sampling_params read them once
@@ -137,6 +137,14 @@ def _request(body: GenerateRequest, sampling: list[NativeSampling]) -> RequestOp
         interval=min(each.stream_interval or 1 for each in sampling),
         replica=named_replica(body.data_parallel_rank, body.routed_dp_rank),
     )
+
+
+def _adapter(body: GenerateRequest, count: int, state: ServerState) -> str:
+    """Return the digest of the adapter; "" if there is none."""
+    names = set(spread(body.lora_path, count, "lora_path"))
+    if len(names) > 1:
+        raise InvalidValueError("lora_path: one for all prompts of a request.", param="lora_path")
+    return state.adapter_digest(names.pop())
 
 
 def _options(body: GenerateRequest, sampling: list[NativeSampling]) -> list[NativeOptions]:

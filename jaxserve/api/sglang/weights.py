@@ -39,26 +39,40 @@ from jaxserve.api.state import EngineProtocol, ServerState, server_state
 from jaxserve.errors import ConflictError, HTTPError, InvalidValueError, PayloadTooLargeError, UnsupportedParameterError
 from jaxserve.model_files import GGUF_FILES
 from jaxserve.transport.socket_directory import SocketDirectory
+from jaxserve.types.calls import (
+    TAGS,
+    EngineCall,
+    FlushCache,
+    Pause,
+    ReadState,
+    ReadWeights,
+    Resume,
+    SetWeightVersion,
+    Sleep,
+    UpdateFromDirectory,
+    UpdateFromFile,
+    Wake,
+)
 
-_REFUSED = "model_path is no directory that server.weights_directories allows"
+_REFUSED = "is no directory that server.weights_directories allows"
 
 
-def checked_directory(path: str, roots: Iterable[Path]) -> Path:
+def checked_directory(path: str, roots: Iterable[Path], param: str = "model_path") -> Path:
     """Return the directory without symbolic links. A relative path is relative to each of `roots`.
 
-    Raises InvalidValueError unless it is in one of `roots`, and its safetensors and GGUF files are too. The message is
-    the same whether something is there or not.
+    Raises InvalidValueError that names `param` unless it is in one of `roots`, and its safetensors and GGUF files are
+    too. The message is the same whether something is there or not.
     """
     allowed = [Path(os.path.realpath(root.expanduser())) for root in roots]
     for root in allowed:
         try:
             found = (root / path).resolve(strict=True)
-            weights = (*found.glob("*.safetensors"), *found.glob(GGUF_FILES))
+            weights = (*found.glob("*.safetensors"), *found.glob(GGUF_FILES), *found.glob("adapter_config.json"))
             if found.is_dir() and all(_is_within(each, allowed) for each in (found, *weights)):
                 return found
         except (OSError, ValueError, RuntimeError):  # it does not exist, has a zero byte, or is a loop of links
             continue
-    raise InvalidValueError(_REFUSED, param="model_path")
+    raise InvalidValueError(f"{param} {_REFUSED}", param=param)
 
 
 def _is_within(path: Path, allowed: list[Path]) -> bool:
@@ -86,13 +100,12 @@ router = APIRouter()
 async def update_from_disk(request: Request) -> Response:
     """Replace the weights by the weights of a directory. If that fails, the old weights stay."""
     state, body = server_state(request), await read_body(request, UpdateWeightsRequest)
-    path = await asyncio.to_thread(checked_directory, body.model_path, _roots(state))
+    path = await asyncio.to_thread(checked_directory, body.model_path, allowed_roots(state))
     return await _updated(
         state,
-        "update_from_directory",
-        path=str(path),
-        version=body.weight_version,
-        running="abort" if body.abort_all_requests else None,
+        UpdateFromDirectory(
+            path=str(path), version=body.weight_version, running="abort" if body.abort_all_requests else None
+        ),
     )
 
 
@@ -120,11 +133,12 @@ async def update_from_tensor(
         await _receive(request, file, _largest(state))
         return await _updated(
             state,
-            "update_from_file",
-            path=str(file),
-            version=weight_version,
-            running="abort" if abort_all_requests else None,
-            partial=partial,
+            UpdateFromFile(
+                path=str(file),
+                version=weight_version,
+                running="abort" if abort_all_requests else None,
+                partial=partial,
+            ),
         )
     finally:
         await asyncio.shield(asyncio.to_thread(directory.remove))
@@ -135,7 +149,7 @@ async def update_weight_version(request: Request) -> Response:
     """Give the weights another label."""
     body = await read_body(request, UpdateVersionRequest)
     running = None if body.abort_all_requests is False else "abort"
-    return await _updated(server_state(request), "set_weight_version", version=body.new_version, running=running)
+    return await _updated(server_state(request), SetWeightVersion(body.new_version, running))
 
 
 @router.get("/get_weights_by_name", include_in_schema=False)
@@ -144,14 +158,14 @@ async def get_weights_by_name(request: Request) -> Response:
     """Return the first rows of a tensor of the checkpoint as nested lists, from the weights in use."""
     body = await read_body(request, ReadWeightsRequest)
     rows = body.truncate_size or DEFAULT_ROWS
-    return json_response(await server_state(request).engine.call("read_weights", name=body.name, num_rows=rows))
+    return json_response(await server_state(request).engine.call(ReadWeights(body.name, rows)))
 
 
 @router.post("/pause_generation", **documented(GenerationState, body=PauseRequest))
 async def pause_generation(request: Request) -> Response:
     """Run no more steps until /continue_generation. New requests wait."""
     body = await _optional_body(request, PauseRequest)
-    await server_state(request).engine.call("pause", mode=body.mode or "abort")
+    await server_state(request).engine.call(Pause(body.mode or "abort"))
     return json_response({"success": True, "status": "ok", "message": "Generation paused."})
 
 
@@ -159,7 +173,7 @@ async def pause_generation(request: Request) -> Response:
 async def continue_generation(request: Request) -> Response:
     """Run steps again."""
     await _optional_body(request, ContinueRequest)
-    await server_state(request).engine.call("resume")
+    await server_state(request).engine.call(Resume())
     return json_response({"success": True, "status": "ok", "message": "Generation continued."})
 
 
@@ -167,7 +181,7 @@ async def continue_generation(request: Request) -> Response:
 async def release_memory(request: Request) -> Response:
     """Free the memory of the KV cache, and move the weights to host memory. Running requests wait."""
     body = await _optional_body(request, MemoryRequest)
-    asleep = await server_state(request).engine.call("sleep", mode="retract", tags=_tags(body.tags))
+    asleep = await server_state(request).engine.call(Sleep(mode="retract", tags=_tags(body.tags)))
     return json_response({"success": True, "asleep": asleep})
 
 
@@ -175,7 +189,7 @@ async def release_memory(request: Request) -> Response:
 async def resume_memory(request: Request) -> Response:
     """Bring back the memory that was released."""
     body = await _optional_body(request, MemoryRequest)
-    asleep = await server_state(request).engine.call("wake", tags=_tags(body.tags))
+    asleep = await server_state(request).engine.call(Wake(_tags(body.tags)))
     return json_response({"success": True, "asleep": asleep})
 
 
@@ -195,7 +209,7 @@ async def pause(
     engine = server_state(request).engine
     await _pause(engine, mode)
     if clear_cache and mode != "keep":
-        await engine.call("flush_cache")
+        await engine.call(FlushCache())
     return json_response({"status": "paused"})
 
 
@@ -203,14 +217,14 @@ async def pause(
 async def resume(request: Request) -> Response:
     """Run steps again, as /continue_generation does."""
     _refuse_unknown(request, set())
-    await server_state(request).engine.call("resume")
+    await server_state(request).engine.call(Resume())
     return json_response({"status": "resumed"})
 
 
 @router.get("/is_paused", **documented())
 async def is_paused(request: Request) -> Response:
     """Show whether the engine is paused."""
-    return json_response({"is_paused": (await server_state(request).engine.call("state"))["paused"]})
+    return json_response({"is_paused": (await server_state(request).engine.call(ReadState()))["paused"]})
 
 
 @router.post("/sleep", **documented())
@@ -228,7 +242,7 @@ async def sleep(
         return json_response({"asleep": []})
     if mode == "wait":
         return json_response({"asleep": await _sleep_after_requests(engine, level)})
-    asleep = await engine.call("sleep", level=level, mode="abort" if mode == "abort" else "retract")
+    asleep = await engine.call(Sleep(level, "abort" if mode == "abort" else "retract"))
     return json_response({"asleep": asleep})
 
 
@@ -240,16 +254,16 @@ async def wake_up(
     _refuse_unknown(request, {"tags"})
     engine = server_state(request).engine
     wanted = tags or ["weights", "kv_cache", "scheduling"]
-    asleep = await engine.call("wake", tags=[tag for tag in wanted if tag != "scheduling"])
+    asleep = await engine.call(Wake(tuple(tag for tag in wanted if tag != "scheduling")))
     if "scheduling" in wanted:
-        await engine.call("resume")
+        await engine.call(Resume())
     return json_response({"asleep": asleep})
 
 
 @router.get("/is_sleeping", **documented())
 async def is_sleeping(request: Request) -> Response:
     """Show whether the engine sleeps, and which parts of its memory are not on the devices."""
-    asleep = (await server_state(request).engine.call("state"))["asleep"]
+    asleep = (await server_state(request).engine.call(ReadState()))["asleep"]
     return json_response({"is_sleeping": bool(asleep), "asleep": asleep})
 
 
@@ -257,7 +271,7 @@ async def is_sleeping(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Drop the prefix cache, as /flush_cache does."""
     _refuse_unknown(request, set())
-    await server_state(request).engine.call("flush_cache")
+    await server_state(request).engine.call(FlushCache())
     return json_response({"success": True})
 
 
@@ -269,12 +283,12 @@ async def _pause(engine: EngineProtocol, mode: Literal["abort", "wait", "keep"])
     if mode == "wait":
         await _finish(engine)
     else:
-        await engine.call("pause", mode="in_place" if mode == "keep" else mode)
+        await engine.call(Pause("in_place" if mode == "keep" else mode))
 
 
 async def _finish(engine: EngineProtocol) -> None:
     """Pause when the requests that have arrived so far have ended. Raises ConflictError if that was given up."""
-    if not await engine.call("finish"):
+    if not await engine.finish():
         raise ConflictError("The pause was given up: generation was resumed.")
 
 
@@ -284,18 +298,18 @@ async def _sleep_after_requests(engine: EngineProtocol, level: int) -> Any:
     Returns the parts of its memory that are not on the devices. If the engine cannot sleep, it goes on serving. If it
     can, the end of the sleep is the end of the pause.
     """
-    was_paused = (await engine.call("state"))["paused"]
+    was_paused = (await engine.call(ReadState()))["paused"]
     await _finish(engine)
     try:
-        return await engine.call("sleep", level=level, mode="retract")
+        return await engine.call(Sleep(level, "retract"))
     finally:
         if not was_paused:
             with contextlib.suppress(HTTPError):  # the engine died, and the next one is not paused
-                await engine.call("resume")
+                await engine.call(Resume())
 
 
-async def _updated(state: ServerState, method: str, **args: Any) -> Response:
-    label = await state.engine.call(method, **args)
+async def _updated(state: ServerState, call: EngineCall) -> Response:
+    label = await state.engine.call(call)
     answer = {"success": True, "message": "The weights are replaced.", "weight_version": label}
     return json_response(answer | {"num_paused_requests": 0})
 
@@ -309,8 +323,8 @@ async def _optional_body(request: Request, model: type[B]) -> B:
     return await read_body(request, model) if raw else await parse_body(b"{}", model, request)
 
 
-def _tags(tags: list[Any] | None) -> list[str]:
-    return ["weights", "kv_cache"] if tags is None else tags
+def _tags(tags: list[Any] | None) -> tuple[str, ...]:
+    return TAGS if tags is None else tuple(tags)
 
 
 def _refuse_unknown(request: Request, known: set[str]) -> None:
@@ -320,7 +334,8 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
             raise UnsupportedParameterError(f"{name[:64]} is not supported.", param=name[:64])
 
 
-def _roots(state: ServerState) -> list[Path]:
+def allowed_roots(state: ServerState) -> list[Path]:
+    """Return the directories whose contents a client may name."""
     model = state.config.model.path
     own = [Path(model)] if model is not None and Path(model).expanduser().is_dir() else []
     return [*state.config.server.weights_directories, *own]

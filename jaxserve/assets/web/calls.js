@@ -13,7 +13,9 @@ export function addCall(calls, { index, id = "", function: part = {} }) {
 }
 
 // Returns the messages of the request for one of the conversation: a tool message for each call follows it.
-export function sentForm({ role, content, calls = [] }) {
+export function sentForm({ role, content, pictures = [], calls = [] }) {
+  const seen = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  if (seen.length) return [{ role, content: content ? [...seen, { type: "text", text: content }] : seen }];
   if (!calls.length) return [{ role, content }];
   const named = calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
   const results = calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result }));

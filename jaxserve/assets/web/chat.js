@@ -4,6 +4,7 @@ import { stateOf, stream } from "./api.js";
 import { addCall, callNode, sentForm } from "./calls.js";
 import { render } from "./markdown.js";
 import { button, byId, copyButton, download, folded, made, notice } from "./page.js";
+import { hasSome, openPictures, shownSmall, taken } from "./pictures.js";
 import * as talks from "./talks.js";
 
 let talk = talks.search("")[0] ?? talks.newTalk();
@@ -27,7 +28,7 @@ function readTools() {
 
 function fill(node, message, isLast = false) {
   const body = made("div", { className: "body" });
-  if (message.role === "user") body.append(message.content);
+  if (message.role === "user") body.append(...(message.pictures ?? []).map(shownSmall), message.content);
   else body.append(render(message.content));
   const calls = (message.calls ?? []).map((each) => callNode(each, isLast));
   const thought = message.thinking ? [folded("Thinking", message.thinking, node.querySelector("details")?.open ?? false)] : [];
@@ -68,7 +69,9 @@ function edit(node, index) {
   field.setAttribute("aria-label", "Edited question");
   const send = () => {
     if (!field.value.trim() || running) return;
-    talks.add(talk, { role: "user", content: field.value.trim() }, talks.parentOf(talk, index));
+    const { pictures } = talk.messages[index];
+    const edited = { role: "user", content: field.value.trim(), ...(pictures ? { pictures } : {}) };
+    talks.add(talk, edited, talks.parentOf(talk, index));
     keep(talk);
     answerTo(talk.last);
   };
@@ -201,14 +204,16 @@ function add(message, chunk) {
 function ask(event) {
   event?.preventDefault();
   const question = byId("question").value.trim();
-  if (!question || running) return;
+  if ((!question && !hasSome()) || running) return;
   byId("question").value = "";
-  talks.add(talk, { role: "user", content: question }, talks.shown(talk).at(-1) ?? null);
+  const asked = { role: "user", content: question, ...(hasSome() ? { pictures: taken() } : {}) };
+  talks.add(talk, asked, talks.shown(talk).at(-1) ?? null);
   keep(talk);
   answerTo(talk.last);
 }
 
 export function openChat() {
+  openPictures();
   byId("ask").addEventListener("submit", ask);
   byId("question").addEventListener("keydown", (event) => {
     if (isSend(event)) ask(event);

@@ -5,6 +5,7 @@
 // edited are siblings. `last` is the index of the last message that is shown; without it that is the last of the list.
 
 import { isCall } from "./calls.js";
+import { isPicture } from "./pictures.js";
 
 const NAME = "jaxserve.talks";
 
@@ -27,7 +28,7 @@ function isTalk(talk) {
     (talk.last === undefined || isIndex(talk.last, talk.messages.length)) &&
     talk.messages.every((each, index) => ["user", "assistant"].includes(each?.role) && typeof each.content === "string" &&
       ((each.parent ?? null) === null || isIndex(each.parent, index)) &&
-      Array.isArray(each.calls ?? []) && (each.calls ?? []).every(isCall));
+      Array.isArray(each.pictures ?? []) && (each.pictures ?? []).every(isPicture) && Array.isArray(each.calls ?? []) && (each.calls ?? []).every(isCall));
 }
 
 export function parentOf(talk, index) {

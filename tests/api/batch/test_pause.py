@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,12 +15,13 @@ FULL = DiskFullError("The server's disk is full.")
 
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The delays that pauses ask for. Only the module's name is replaced: servers in other threads sleep too."""
     asked: list[float] = []
 
     async def sleep(seconds: float) -> None:
         asked.append(seconds)
 
-    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=sleep))
     return asked
 
 

@@ -13,6 +13,7 @@ from jaxserve.api.responses.background import BackgroundRunner, ConversationLock
 from jaxserve.errors import DiskFullError, ServerError, StoreDamagedError
 from jaxserve.store.responses import QueuedResponse
 from tests.api.conftest import LiveServer
+from tests.scrape import values
 
 from .conftest import create, not_found, refused, wait
 
@@ -22,7 +23,7 @@ def test_a_background_response(client: Any, server: LiveServer) -> None:
     made = create(client, "Hello", background=True)
     assert (made.status, made.background, made.output) == ("queued", True, [])
     assert wait(client, made, "in_progress").output == []
-    assert "jaxserve:background_responses_running 1.0" in server.http.get("/metrics").text
+    assert values(server.http.get("/metrics").text)["jaxserve:background_responses_running"] == 1
     server.call(server.link.hold.set)
     kept = wait(client, made)
     server.wait(lambda: not server.app.state.responses.background.num_running, "it counts after its end")

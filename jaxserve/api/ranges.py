@@ -1,4 +1,4 @@
-"""List the limits on the fields of a request: one table for every route, which the OpenAPI document shows.
+"""List the ranges of the fields of a request: one table for every route, which the OpenAPI document shows.
 
 Each name is a type with its range. Limits that depend on the model (vocabulary, context) are checked in
 api/generate/task.py and api/generate/planner.py.

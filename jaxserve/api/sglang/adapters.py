@@ -1,0 +1,118 @@
+"""Serve vLLM's and SGLang's routes that load and unload adapters. They need the admin key.
+
+An adapter is a model name afterwards. Every call waits until all engines have answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from jaxserve.api.answers import Answer
+from jaxserve.api.fields import Body
+from jaxserve.api.generate.wire import json_response
+from jaxserve.api.http.body import read_body
+from jaxserve.api.openapi import documented
+from jaxserve.api.sglang.protocol import MAX_PATH
+from jaxserve.api.sglang.weights import allowed_roots, checked_directory
+from jaxserve.api.state import ServerState, server_state
+from jaxserve.errors import InvalidValueError
+from jaxserve.types.calls import LoadAdapter, UnloadAdapter
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+_DIRECTORY = Field(
+    min_length=1,
+    max_length=MAX_PATH,
+    description="A directory of peft's save_pretrained, in one of server.weights_directories or the model's own.",
+)
+
+
+class LoadLoraRequest(Body):
+    """The body of vLLM's route."""
+
+    lora_name: Name = Field(description="The name that requests send as `model`.")
+    lora_path: Annotated[str, _DIRECTORY]
+    load_inplace: bool = Field(False, description="Replace an adapter of this name. Requests that have begun keep it.")
+    is_3d_lora_weight: Literal[False] | None = Field(None, description="Only false: adapters of experts are refused.")
+
+
+class UnloadLoraRequest(Body):
+    """The body of vLLM's route."""
+
+    lora_name: Name
+    lora_int_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
+        None, description="No effect: an adapter has no number."
+    )
+
+
+class LoadAdapterRequest(Body):
+    """The body of SGLang's route."""
+
+    lora_name: Name = Field(description="The name that requests send as `model`.")
+    lora_path: Annotated[str, _DIRECTORY]
+    pinned: bool = Field(False, description="Keep it on the devices. At most lora.slots - 1 are.")
+
+
+class UnloadAdapterRequest(Body):
+    """The body of SGLang's route."""
+
+    lora_name: Name
+
+
+class AdaptersLoaded(Answer):
+    success: bool
+    message: str
+    loaded_adapters: dict[str, str]
+
+
+router = APIRouter()
+
+
+@router.post("/v1/load_lora_adapter", **documented(None, body=LoadLoraRequest))
+async def load_lora_adapter(request: Request) -> Response:
+    """Load an adapter, as vLLM does. The answer is one line of text."""
+    state, body = server_state(request), await read_body(request, LoadLoraRequest)
+    await _load(state, body.lora_name, body.lora_path, replace=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", **documented(None, body=UnloadLoraRequest))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Forget an adapter, as vLLM does. Requests that have begun with it go on."""
+    state, body = server_state(request), await read_body(request, UnloadLoraRequest)
+    await state.engine.call(UnloadAdapter(body.lora_name))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.post("/load_lora_adapter", **documented(AdaptersLoaded, body=LoadAdapterRequest))
+async def load_adapter(request: Request) -> Response:
+    """Load an adapter, as SGLang does."""
+    state, body = server_state(request), await read_body(request, LoadAdapterRequest)
+    await _load(state, body.lora_name, body.lora_path, pinned=body.pinned)
+    return json_response(_loaded(state, "The adapter is loaded."))
+
+
+@router.post("/unload_lora_adapter", **documented(AdaptersLoaded, body=UnloadAdapterRequest))
+async def unload_adapter(request: Request) -> Response:
+    """Forget an adapter, as SGLang does. Requests that have begun with it go on."""
+    state, body = server_state(request), await read_body(request, UnloadAdapterRequest)
+    await state.engine.call(UnloadAdapter(body.lora_name))
+    return json_response(_loaded(state, "The adapter is unloaded."))
+
+
+async def _load(state: ServerState, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> None:
+    if name in state.engine.info.served_names:
+        raise InvalidValueError(f"{name!r} is the name of the model.", param="lora_name")
+    roots = allowed_roots(state)
+    directory = await asyncio.to_thread(checked_directory, path, roots, param="lora_path")
+    await state.engine.call(LoadAdapter(name, str(directory), replace, pinned))
+
+
+def _loaded(state: ServerState, message: str) -> dict[str, Any]:
+    adapters = {name: each.path for name, each in state.adapters.items()}
+    return {"success": True, "message": message, "loaded_adapters": adapters}
