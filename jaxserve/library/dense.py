@@ -15,9 +15,12 @@ from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.decoder import AttendLayer
 from jaxserve.models.encoder import TextClassifier, Texts
-from jaxserve.models.layers import Cache
+from jaxserve.models.layers import Cache, StateInputs
 from jaxserve.models.pooling import PoolingConfig, pool
 from jaxserve.ops.paged_attention import Heads
+from jaxserve.ops.state import StateSpec
+from jaxserve.ops.state.base import convolve, prepare
+from jaxserve.ops.state.reference import advance, with_skip
 
 
 def dense_logits(structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
@@ -64,13 +67,40 @@ def dense_scores(
 
 def dense_attend(config: ModelConfig) -> AttendLayer:
     """Return a function for causal attention of one sequence to itself, in float32."""
-    layers = config.attention_layers
+    layers = config.mixers
 
-    def attend(layer_index: int, heads: Heads, cache: Cache, sinks: jax.Array | None = None) -> tuple[jax.Array, Cache]:
-        """Attend the heads of T tokens in one layer -> [T, N, H]."""
-        return _attention(layers[layer_index], heads.q, heads.k, heads.v, sinks), cache
+    def attend(
+        layer_index: int, heads: Heads | StateInputs, cache: Cache, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """Attend the heads of T tokens in one layer -> ([T, N, H], K and V [2, T, KH, H] for layers that read them)."""
+        layer = layers[layer_index]
+        if isinstance(heads, StateInputs):
+            assert isinstance(layer, StateSpec)
+            return _recurrence(layer, heads), None
+        assert isinstance(layer, AttentionLayer)
+        if heads.k is None or heads.v is None:
+            assert isinstance(cache, jax.Array)
+            kv = cache
+        else:
+            kv = jnp.stack([heads.k, heads.v])
+        return _attention(layer, heads.q, kv[0], kv[1], sinks), kv
 
     return attend
+
+
+def _recurrence(spec: StateSpec, inputs: StateInputs) -> jax.Array:
+    """Fold the inputs of T tokens into a state that begins as zeros -> [T, heads, V]."""
+    raw, weights = inputs
+    before = jnp.zeros((spec.conv_width - 1, *raw.shape[1:]), raw.dtype)
+    padded = jnp.concatenate([before, raw])[:, :, : spec.channels]
+    taps = jnp.stack([padded[j : j + raw.shape[0]] for j in range(spec.conv_width)], axis=1)
+    convolved = convolve(spec, taps, weights)
+    if spec.kind == "convolution":
+        return convolved.reshape(raw.shape[0], spec.heads, spec.v_dim).astype(raw.dtype)
+    tokens = prepare(spec, convolved, raw[:, :, spec.channels :], weights)
+    empty = jnp.zeros((spec.heads, spec.k_dim, spec.v_dim), jnp.float32)
+    _, answers = jax.lax.scan(lambda state, token: advance(spec, state, token), empty, tokens)
+    return with_skip(spec, answers, convolved, weights).astype(raw.dtype)
 
 
 def _attention(spec: AttentionLayer, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -85,6 +115,9 @@ def _attention(spec: AttentionLayer, q: jax.Array, k: jax.Array, v: jax.Array, s
     seen = distance >= 0
     if spec.sliding_window is not None:
         seen &= distance < spec.sliding_window
+    if spec.chunk is not None:
+        chunk = jnp.arange(tokens) // spec.chunk
+        seen &= chunk[:, None] == chunk[None, :]
     scores = jnp.where(seen[None, :, :], scores, -jnp.inf)
     if sinks is not None:  # an extra column that takes part in the softmax and has no value
         column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (heads, tokens, 1))

@@ -1,9 +1,10 @@
-"""Define the public Engine: the engine in this process (jaxserve.engine), and chat as over HTTP.
+"""Define the public Engine: the engine in this process (jaxserve.engine), and answers as over HTTP.
 
     engine = Engine("DIR")
     engine.chat([{"role": "user", "content": "Hello"}], max_tokens=32).choices[0].message.content
+    Engine("EMBEDDER").embed(["one", "two"])  # float32 [2, D]
 
-The HTTP route's own code reads the fields and builds the answer. Its coroutines run in a thread with an event loop,
+The HTTP routes' own code reads the fields and builds the answers. Its coroutines run in a thread with an event loop,
 because the caller may already be inside a running loop (a notebook). The caller waits for them.
 """
 
@@ -15,43 +16,106 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-import msgspec
-import orjson
-from pydantic import BaseModel
+import numpy as np
 
 from jaxserve.api.answers import ChatCompletion, ChatCompletionChunk
-from jaxserve.api.http.body import validated
-from jaxserve.api.keys import DEFAULT_CALLER
 from jaxserve.api.openai.answer import ChatAnswer
-from jaxserve.api.openai.protocol import ChatCompletionRequest
-from jaxserve.api.openai.routes import answer_chat
-from jaxserve.api.state import GrammarChecks, ServerState, check_template, check_vocabulary
+from jaxserve.api.scoring.protocol import ClassAnswer, RerankResult
+from jaxserve.api.state import GrammarChecks
 from jaxserve.client.async_engine import GenerateOptions
 from jaxserve.client.replicas import ReplicaState
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
-from jaxserve.engine.engine import TextEngine
+from jaxserve.engine.engine import Params, Prompt, TextEngine
 from jaxserve.errors import InvalidValueError
-from jaxserve.library.serving import LoopThread
-from jaxserve.telemetry.metrics import Metrics
-from jaxserve.telemetry.tracing import make_tracing
+from jaxserve.library.routes import Routes, chat_fields, chunk_of
+from jaxserve.library.serving import LoopThread, config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import EngineInfo, EngineStats, WaitingRequest
+from jaxserve.types.calls import EngineCall
+from jaxserve.types.messages import EngineInfo, EngineStats, Located, WaitingRequest
 from jaxserve.types.sampling import SamplingParams
+
+# methods and attributes that vLLM's LLM and SGLang's Engine have and ours lacks -> what to use instead
+INSTEAD = {
+    "async_generate": "AsyncEngine, whose generate(prompt, params) streams",
+    "beam_search": "chat(messages, use_beam_search=True, n=...)",
+    "collective_rpc": "runner, which has the arrays and the compiled programs",
+    "encode": "embed(texts)",
+    "get_default_sampling_params": "chat(messages) without params, which takes the model's own",
+    "get_tokenizer": "tokenizer",
+    "has_unfinished_requests": "has_unfinished, which is no method",
+    "llm_engine": "add_request(prompt, params, request_id=...) and step()",
+    "reward": "classify(texts)",
+    "shutdown": "close()",
+    "update_weights_from_tensor": "update_weights(pairs of names and arrays)",
+    "wake_up": "wake()",
+}
 
 
 class Engine(TextEngine):
-    __doc__ = TextEngine.__doc__
-    _end_chats: Callable[[], object] = staticmethod(lambda: None)  # no conversation has begun
+    """A model with its scheduler and text processing in this process.
+
+    model: hub id or directory; None is the embedded demo model. `keys` are configuration keys by bare name
+    (`max_num_seqs=8`), or arguments of vLLM's LLM or SGLang's Engine that mean the same (`tensor_parallel_size=2`);
+    alternatively pass a whole `config`. Raises ConfigError.
+
+    Its methods may be called in several threads. Ctrl-C takes effect between two steps.
+    """
+
+    _end_routes: Callable[[], object] = staticmethod(lambda: None)  # nothing was asked as over HTTP
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **keys: Any) -> None:
+        super().__init__(config=config_of(model, keys, config))
+
+    if not TYPE_CHECKING:  # a type checker reports unknown names by itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, for a peer's name with ours."""
+            if name in INSTEAD:
+                raise AttributeError(f"Engine has no {name}: use {INSTEAD[name]}", name=name, obj=self)
+            return super().__getattribute__(name)  # again, because it raised: it says which name was missing
+
+    def embed(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> np.ndarray:
+        """Return the embedding of each text, float32 [n, D], as POST /v1/embeddings does.
+
+        texts: one or several, as text or token ids. fields: of the route, such as dimensions
+        Raises RequestError, also if the model makes no embeddings or the route has no such field.
+        """
+        routes = self._ready_routes()
+        return routes.loop.run(routes.embed(texts, fields))
+
+    def score(self, queries: str | Sequence[str], documents: str | Sequence[str], **fields: Any) -> list[float]:
+        """Return the score of each pair, as POST /v1/score does. One query is scored with every document.
+
+        fields: of the route, such as instruction. Raises RequestError.
+        """
+        routes = self._ready_routes()
+        return routes.loop.run(routes.score(queries, documents, fields))
+
+    def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> list[RerankResult]:
+        """Return the documents by their relevance to a query, the best first, as POST /v1/rerank does.
+
+        fields: of the route, such as top_n. Raises RequestError.
+        """
+        routes = self._ready_routes()
+        return routes.loop.run(routes.rerank(query, documents, fields))
+
+    def classify(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> list[ClassAnswer]:
+        """Return the most likely label of each text and the probability of every label, as POST /v1/classify does.
+
+        fields: of the route. Raises RequestError, also if the model has no labels.
+        """
+        routes = self._ready_routes()
+        return routes.loop.run(routes.classify(texts, fields))
 
     @overload
     def chat(
         self,
         messages: Sequence[Any],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[False] = False,
         **fields: Any,
@@ -61,14 +125,14 @@ class Engine(TextEngine):
     def chat(
         self,
         messages: Sequence[Any],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[True],
         **fields: Any,
     ) -> Generator[ChatCompletionChunk, None, None]: ...
 
     def chat(
-        self, messages: Sequence[Any], params: SamplingParams | None = None, *, stream: bool = False, **fields: Any
+        self, messages: Sequence[Any], params: Params | None = None, *, stream: bool = False, **fields: Any
     ) -> ChatCompletion | Generator[ChatCompletionChunk, None, None]:
         """Answer a conversation as POST /v1/chat/completions does; with `stream`, chunk by chunk.
 
@@ -79,22 +143,34 @@ class Engine(TextEngine):
         Raises RequestError, also for a field that the route does not know. Raises ConfigError at the first call if the
         chat template or the tokenizer does not fit the model.
         """
+        routes = self._ready_routes()
+        answer = routes.conversation({"messages": messages, "stream": stream} | chat_fields(params, fields))
+        return routes.chunks(answer) if stream else routes.loop.run(routes.whole([answer]))[0]
+
+    def chat_all(
+        self, conversations: Sequence[Sequence[Any]], params: Params | None = None, **fields: Any
+    ) -> list[ChatCompletion]:
+        """Answer several conversations in one batch. Arguments and errors are those of `chat`."""
+        routes = self._ready_routes()
+        shared = chat_fields(params, fields) | {"stream": False}
+        answers = [routes.conversation(shared | {"messages": messages}) for messages in conversations]
+        return routes.loop.run(routes.whole(answers))
+
+    def _ready_routes(self) -> _Routes:
         with self._lock.held():
             self._check_open()
-            chats = self._chats
-        answer = chats.prepare(_fields(params) | {"messages": messages, "stream": stream} | fields)
-        return chats.chunks(answer) if stream else chats.whole(answer)
+            return self._routes
 
     @cached_property
-    def _chats(self) -> _Chats:
-        chats = _Chats(_SteppedEngine(self))
-        self._end_chats = weakref.finalize(self, _close, chats.loop, chats.state.grammars, chats.stops)
-        return chats
+    def _routes(self) -> _Routes:
+        routes = _Routes(_SteppedEngine(self))
+        self._end_routes = weakref.finalize(self, _close, routes.loop, routes.state.grammars, routes.stops)
+        return routes
 
     def close(self) -> None:
         super().close()
         if not self._is_forked:
-            self._end_chats()
+            self._end_routes()
 
     async def _outputs(
         self, prompt: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
@@ -104,7 +180,15 @@ class Engine(TextEngine):
         Raises the error of a failed output.
         """
         name = options.get("request_id") or "chat"
-        group = self._siblings(prompt, params, name, options.get("priority", 0), options.get("cache_salt", ""))
+        group = self._siblings(
+            prompt,
+            params,
+            name,
+            priority=options.get("priority", 0),
+            cache_salt=options.get("cache_salt", ""),
+            adapter=options.get("adapter", ""),
+            pictures=options.get("pictures", ()),
+        )
         ids = [each.request_id for each in group]
         outputs: deque[RequestOutput] = deque()
         async with self._lock.awaited():
@@ -134,6 +218,7 @@ class _SteppedEngine:
     """
 
     engine: Engine
+    located: Located | None = None  # the settings of pictures are looked for in the model's own directory
     alive: bool = True
     restarts: int = 0
     replicas: Sequence[ReplicaState] = ()  # there is no engine process
@@ -172,88 +257,37 @@ class _SteppedEngine:
         """Start the sequences of one prompt and yield their outputs."""
         return self.engine._outputs(prompt_token_ids, params, **options)
 
-    async def call(self, method: str, **args: Any) -> Any:
+    async def call(self, call: EngineCall) -> Any:
         """Raise InvalidValueError: no route of an operator is served in process."""
-        raise InvalidValueError(f"{method}: call the engine")
+        raise InvalidValueError(f"{call.name}: call the engine")
+
+    async def finish(self) -> bool:
+        """Raise InvalidValueError, as `call` does."""
+        raise InvalidValueError("finish: call the engine")
 
     async def waiting(self) -> list[WaitingRequest]:
         return self.engine.core.waiting()
 
 
-class _Chats:
-    """The state that all conversations of one engine share."""
+class _Routes(Routes):
+    """The routes, whose coroutines run in a thread while the caller waits."""
 
     def __init__(self, engine: _SteppedEngine) -> None:
-        self.state = ServerState(engine, engine.config, Metrics(), make_tracing(engine.config.logging))
-        try:
-            check_template(self.state)
-            check_vocabulary(self.state)
-        except BaseException:
-            self.state.stop_rendering()
-            raise
-        template, texts = self.state.chat_template, self.state.text_work
-        # they do not refer to the state, which refers to the engine
-        self.stops = [texts.stop, self.state.template_work.stop, *([] if template is None else [template.stop])]
+        super().__init__(engine)
         self.loop = LoopThread("jaxserve-chat")
 
-    def prepare(self, fields: dict[str, Any]) -> ChatAnswer:
-        """Validate the fields and start a conversation.
-
-        Raises InvalidValueError for an unknown field, and for a field that names another engine.
-        """
-        fields = {"model": self.state.engine.info.served_names[0]} | fields
-        body, unknown = validated(orjson.dumps(fields, default=_plain), ChatCompletionRequest)
-        for name in unknown:
-            if name in fields:
-                raise InvalidValueError(f"{name}: chat/completions has no such field.", param=name)
-        for name in ("data_parallel_rank", "routed_dp_rank"):
-            if getattr(body, name):
-                raise InvalidValueError(f"{name} is {getattr(body, name)}, and there is one engine, 0", param=name)
-        self.state.unknown_fields.note("chat", unknown)
-        return self.loop.run(answer_chat(body, self.state, DEFAULT_CALLER))
-
-    def whole(self, answer: ChatAnswer) -> ChatCompletion:
-        return ChatCompletion.model_validate_json(orjson.dumps(self.loop.run(answer.whole())))
+    def conversation(self, fields: dict[str, Any]) -> ChatAnswer:
+        """Start a conversation, see `begin`."""
+        return self.loop.run(self.begin(fields))
 
     def chunks(self, answer: ChatAnswer) -> Generator[ChatCompletionChunk, None, None]:
         """Parse the HTTP events back into chunks."""
         events = answer.events()
         try:
             while event := self.loop.run(_next(events)):
-                yield ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: "))
+                yield chunk_of(event)
         finally:
             self.loop.settle(_end(events))
-
-
-# fields of SamplingParams that chat/completions does not have under the same name -> its own field or way
-_OF_THE_ROUTE = {
-    "grammar": "response_format",
-    "bad_words_token_ids": "bad_words",
-    "thinking": "thinking_token_budget",
-    "extras": "the field of docs/routes.md that asks for it",
-    "watermark_key": "watermark",
-    "visible_token_ids": "skip_special_tokens",
-    "embed": "Engine.generate",
-    "second_text": "Engine.generate",
-}
-
-
-def _fields(params: SamplingParams | None) -> dict[str, Any]:
-    """Return sampling parameters as fields of the route. Raises InvalidValueError for one that the route lacks."""
-    if params is None:
-        return {}
-    if not isinstance(params, SamplingParams):
-        raise InvalidValueError(f"params are SamplingParams, not {type(params).__name__}", param="params")
-    given = msgspec.structs.asdict(params)
-    usual = msgspec.structs.asdict(SamplingParams())
-    for name, instead in _OF_THE_ROUTE.items():
-        if given.pop(name) != usual[name]:
-            raise InvalidValueError(f"params.{name}: in a conversation give {instead}", param=name)
-    given.pop("grouped")  # only batches use it
-    if given["logprobs"] is not None:
-        given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
-    given["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-    return {name: value for name, value in given.items() if value not in (None, ())}
 
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes | None:
@@ -262,13 +296,6 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes | None:
 
 async def _end(events: AsyncGenerator[bytes, None]) -> None:
     await events.aclose()
-
-
-def _plain(value: Any) -> Any:
-    """Convert a message of an earlier answer to the dict that a client would send."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(exclude_none=True)
-    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _close(loop: LoopThread, grammars: GrammarChecks, stops: Sequence[Callable[[], object]]) -> None:

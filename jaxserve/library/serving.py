@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxserve.cli.http_server import bind
-from jaxserve.cli.launch import Launch
+from jaxserve.cli.options import parse_flags
 from jaxserve.client.link import EngineLink
-from jaxserve.config import Config
+from jaxserve.config import RENAMED, Config, known_keys
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.transport.socket_directory import scratch_directory
+
+if TYPE_CHECKING:
+    from jaxserve.cli.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 MakeLink = Callable[[Config], EngineLink | Sequence[EngineLink]]  # several: one for each replica
 
@@ -33,6 +39,49 @@ class RunningServer:
     url: str
     config: Config
     launch: Launch
+
+
+def config_of(model: str | None, keys: Mapping[str, Any], config: Config | None = None) -> Config:
+    """Build a Config from keys without their section, and from arguments of vLLM's LLM and SGLang's Engine.
+
+    config: the whole configuration, in place of all other arguments
+    An argument without effect here is logged. Raises ConfigError for a name that neither has, or one that is refused.
+    """
+    if config is not None:
+        if given := [*(["model"] if model is not None else []), *keys]:
+            raise ConfigError(f"config is given, and {', '.join(given)} beside it", fix="set all of them in the config")
+        return config
+    own = {key.partition(".")[2] for key in [*known_keys(), *RENAMED]}
+    peers = {f"--{name.replace('_', '-')}": name for name in keys if name not in own}
+    try:
+        flags = parse_flags(f"{flag}={_word(keys[name])}" for flag, name in peers.items() if keys[name] is not None)
+    except ConfigError as error:
+        raise ConfigError(_as_arguments(str(error), peers), fix=_as_arguments(error.fix or "", peers) or None) from None
+    for notice in flags.notices:
+        logger.warning("%s", _as_arguments(notice, peers))
+    given = flags.values.pop("model.path", None)
+    if model is not None and given not in (None, model):
+        raise ConfigError(f"two models are given, {model} and {given}", fix="leave one out")
+    config = Config.of(given if model is None else model, **{name: keys[name] for name in keys if name in own})
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in flags.values.items():
+        section, _, name = key.partition(".")
+        if name in getattr(config, section).model_fields_set:
+            raise ConfigError(f"{name} is given twice, once by another server's name")
+        sections.setdefault(section, {})[name] = value
+    return config.replace(**sections)
+
+
+def _word(value: Any) -> str:
+    """Return a value as a word of a command line."""
+    return json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
+
+
+def _as_arguments(text: str, peers: Mapping[str, str]) -> str:
+    """Return a text about flags as one about arguments."""
+    for flag, name in peers.items():
+        text = text.replace(flag, name)
+    return text.replace("unknown flag", "unknown argument").replace("is no flag of", "is no argument of")
 
 
 @contextlib.contextmanager
@@ -50,8 +99,9 @@ def launch_server(
     make_link: makes the connection to the engine; None: the engine is a child process
     Raises ConfigError if the server cannot start.
     """
-    if config is None:
-        config = Config.of(model, **({"port": 0} | keys))
+    from jaxserve.cli.http_server import bind  # noqa: PLC0415  uvicorn, which an Engine in process does not need
+
+    config = config_of(model, keys if config is not None else {"port": 0} | keys, config)
     with scratch_directory() as directory:
         if config.store.path == "auto":
             config = config.replace(store={"path": str(directory / "store")})
@@ -80,6 +130,8 @@ class _Thread:
             self._started.set()
 
     async def _serve(self) -> None:
+        from jaxserve.cli.launch import Launch  # noqa: PLC0415  the routes, which an Engine does not need
+
         self._loop = asyncio.get_running_loop()
         self._launch = Launch(self._config, self._listener, quiet=True, make_link=self._make_link)
         if self._is_left:

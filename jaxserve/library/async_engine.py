@@ -1,0 +1,174 @@
+"""Define the public AsyncEngine: an engine in a process of its own, for programs with an event loop (asyncio).
+
+    async with AsyncEngine("DIR") as engine:
+        answer = await engine.chat([{"role": "user", "content": "Hello"}], max_tokens=32)
+        async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
+            print(output.text, end="")
+
+The HTTP routes' own code reads the fields and builds the answers, in the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Self, Unpack, cast, overload
+
+import msgspec
+import numpy as np
+
+from jaxserve.api.answers import ChatCompletion, ChatCompletionChunk
+from jaxserve.api.openai.answer import ChatAnswer
+from jaxserve.api.scoring.protocol import ClassAnswer, RerankResult
+from jaxserve.api.state import EngineProtocol
+from jaxserve.client import async_engine
+from jaxserve.client.async_engine import GenerateOptions
+from jaxserve.client.link import EngineLink
+from jaxserve.config import Config
+from jaxserve.engine.engine import Params, Prompt, content_of, params_for
+from jaxserve.errors import InvalidValueError, ServerError
+from jaxserve.library.routes import Routes, chat_fields, chunk_of
+from jaxserve.library.serving import config_of
+from jaxserve.text.detokenizer import RequestOutput
+from jaxserve.types.calls import LoadAdapter, UnloadAdapter
+from jaxserve.types.messages import AdapterStatus
+
+
+class AsyncEngine(async_engine.AsyncEngine):
+    """A model in a process of its own, or several with `replicas`. Started by `async with`, or by `start`.
+
+    model: hub id or directory, or a whole Config; None is the embedded demo model. `keys` are those of `Engine`.
+    link: the connection to the engine, or one for each replica; None: child processes
+    Raises ConfigError. The methods that answer raise NotReadyError before the engine is ready.
+    """
+
+    def __init__(
+        self,
+        model: str | Config | None = None,
+        link: EngineLink | Sequence[EngineLink] | None = None,
+        *,
+        config: Config | None = None,
+        **keys: Any,
+    ) -> None:
+        name, whole = (None, model) if isinstance(model, Config) else (model, config)
+        super().__init__(config_of(name, keys, whole), link)
+        self._routes: asyncio.Future[Routes] | None = None
+        self._stopped = False
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop the engine and end its threads and processes. Live requests end with EngineDeadError first."""
+        self._stopped = True
+        await super().stop()
+        if self._routes is not None and not (await asyncio.wait((self._routes,)))[0].pop().exception():
+            routes, self._routes = self._routes.result(), None
+            await routes.state.grammars.stop()
+            for stop in routes.stops:
+                await asyncio.to_thread(stop)
+
+    async def _ready_routes(self) -> Routes:
+        """Return the routes, which the first call makes in a thread."""
+        if self._stopped:
+            raise ServerError("the engine is stopped")
+        self.check_ready()
+        if self._routes is None:
+            engine = cast("EngineProtocol", self)  # `generate` takes token ids as there, and texts too
+            self._routes = asyncio.ensure_future(asyncio.to_thread(Routes, engine))
+        return await asyncio.shield(self._routes)
+
+    def generate(  # pyright: ignore[reportIncompatibleMethodOverride]  # it takes texts too
+        self, prompt: Prompt, params: Params | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate `params.n` sequences of a prompt and yield the new text and tokens of each as they come.
+
+        prompt: a text, token ids, or one of them in a mapping. Closing the iterator aborts.
+        adapter, among the options: name of a loaded adapter, or its digest
+        Raises RequestError for a wrong prompt; before the first output NotReadyError, QueueFullError or RequestError.
+        """
+        (own,) = params_for([prompt], params)
+        given = content_of(prompt)
+        if name := options.get("adapter"):  # the routes give the digest
+            digests = {each.name: each.digest for each in self.stats().adapters}
+            options["adapter"] = digests.get(name, name)
+        return super().generate(self.tokenizer.encode(given) if isinstance(given, str) else given, own, **options)
+
+    async def load_adapter(self, name: str, source: str | os.PathLike[str], *, pinned: bool = False) -> str:
+        """Load an adapter under a name in all engines, or replace the one that has it; return NAME@VERSION.
+
+        source: directory of peft's save_pretrained. pinned: keep it on the devices
+        Requests that have begun with an adapter end with it. An engine that is started again loads it from there again.
+        Raises RequestError that names what does not fit, also for arrays: `Engine`, in the same process, takes these.
+        """
+        if isinstance(source, Mapping):
+            raise InvalidValueError("source is a directory: arrays do not reach another process", param="source")
+        call = LoadAdapter(name, os.path.abspath(source), replace=True, pinned=pinned)
+        return f"{name}@{msgspec.convert(await self.call(call), AdapterStatus).version}"
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that have begun with it go on. Raises ModelNotFoundError."""
+        await self.call(UnloadAdapter(name))
+
+    async def embed(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> np.ndarray:
+        """Return the embedding of each text, float32 [n, D], as POST /v1/embeddings does. Raises RequestError."""
+        return await (await self._ready_routes()).embed(texts, fields)
+
+    async def score(self, queries: str | Sequence[str], documents: str | Sequence[str], **fields: Any) -> list[float]:
+        """Return the score of each pair, as POST /v1/score does. One query is scored with every document."""
+        return await (await self._ready_routes()).score(queries, documents, fields)
+
+    async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> list[RerankResult]:
+        """Return the documents by their relevance to a query, the best first, as POST /v1/rerank does."""
+        return await (await self._ready_routes()).rerank(query, documents, fields)
+
+    async def classify(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> list[ClassAnswer]:
+        """Return the most likely label of each text and the probability of every label, as POST /v1/classify does."""
+        return await (await self._ready_routes()).classify(texts, fields)
+
+    @overload
+    async def chat(
+        self, messages: Sequence[Any], params: Params | None = None, *, stream: Literal[False] = False, **fields: Any
+    ) -> ChatCompletion: ...
+
+    @overload
+    async def chat(
+        self, messages: Sequence[Any], params: Params | None = None, *, stream: Literal[True], **fields: Any
+    ) -> AsyncGenerator[ChatCompletionChunk, None]: ...
+
+    async def chat(
+        self, messages: Sequence[Any], params: Params | None = None, *, stream: bool = False, **fields: Any
+    ) -> ChatCompletion | AsyncGenerator[ChatCompletionChunk, None]:
+        """Answer a conversation as POST /v1/chat/completions does; with `stream`, chunk by chunk.
+
+        Arguments and errors are those of `Engine.chat`. Closing the stream aborts.
+        """
+        routes = await self._ready_routes()
+        answer = await routes.begin({"messages": messages, "stream": stream} | chat_fields(params, fields))
+        return _chunks(answer) if stream else (await routes.whole([answer]))[0]
+
+    async def chat_all(
+        self, conversations: Sequence[Sequence[Any]], params: Params | None = None, **fields: Any
+    ) -> list[ChatCompletion]:
+        """Answer several conversations in one batch. Arguments and errors are those of `chat`."""
+        routes = await self._ready_routes()
+        shared = chat_fields(params, fields) | {"stream": False}
+        return await routes.whole([await routes.begin(shared | {"messages": each}) for each in conversations])
+
+
+async def _chunks(answer: ChatAnswer) -> AsyncGenerator[ChatCompletionChunk, None]:
+    events = answer.events()
+    try:
+        async for event in events:
+            yield chunk_of(event)
+    finally:
+        await events.aclose()
