@@ -34,7 +34,7 @@ from jaxserve.api.batch.job import BatchSettings
 from jaxserve.api.batch.request import engine_ready, route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.body_cost import max_line_bytes
-from jaxserve.api.state import EngineProtocol
+from jaxserve.api.state import EngineProtocol, ServerState
 from jaxserve.bench.load import root_url
 from jaxserve.cli.options import api_key, load_config
 from jaxserve.cli.progress import StartProgress
@@ -256,17 +256,17 @@ async def run_offline(
 
 
 def _runner(store: Store, engine: EngineProtocol, config: Config) -> BatchRunner:
+    app = create_app(engine, config)
+    state: ServerState = app.state.server
     settings = BatchSettings(
-        known_model=lambda name: name in engine.info.served_names,
+        known_model=state.serves,
         ready=lambda: engine_ready(engine.check_ready),
         max_line_bytes=max_line_bytes(config.server),
         max_lines=UNLIMITED_REQUESTS,
     )
     # A quarter more requests than the engine runs, so that the next one is queued when a slot becomes free.
     num_in_flight = engine.info.max_num_seqs * 5 // 4
-    return BatchRunner(
-        store, route_handlers(create_app(engine, config), BATCH_ENDPOINTS), settings, lambda lines: num_in_flight
-    )
+    return BatchRunner(store, route_handlers(app, BATCH_ENDPOINTS), settings, lambda lines: num_in_flight)
 
 
 async def _ensure(batch: OfflineBatch, endpoint: str, runner: BatchRunner) -> str:

@@ -1,18 +1,20 @@
-"""`jaxserve bench serve|offline`: measure a server, or the engine in this process."""
+"""`jaxserve bench serve|capacity|offline`: measure a server, find its capacity, or measure an engine in process."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
+from jaxserve.bench.capacity import Limits, Trial, curve, find_capacity
 from jaxserve.bench.load import (
     LoadRequest,
     LoadTarget,
@@ -30,7 +32,7 @@ from jaxserve.bench.load import (
     write_json,
 )
 from jaxserve.bench.offline import run_offline
-from jaxserve.bench.plot import check_plot, plot
+from jaxserve.bench.plot import check_plot, plot, plot_trials
 from jaxserve.cli.options import api_key, at_least, load_config, positive, share
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import ConfigError
@@ -59,30 +61,39 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxserve bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
     serve = commands.add_parser("serve", help="measure a server with OpenAI's API")
-    serve.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
-    serve.add_argument("--model", help="default: the first one served")
-    serve.add_argument("--api-key", type=api_key)
-    serve.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")
-    serve.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to --output-len")
-    serve.add_argument("--vocab-size", type=at_least(2), help="random prompts use token ids below it (1000)")
-    serve.add_argument("--dataset", type=Path, help="JSONL file with prompts, instead of random ones")
-    serve.add_argument("--trace", type=Path, help="CSV file with TIMESTAMP, ContextTokens, GeneratedTokens")
-    serve.add_argument("--trace-speed", type=positive, help="2: in half the time of the trace (1)")
-    serve.add_argument("--max-len", type=at_least(3), help="maximum tokens of prompt plus output of a trace (2048)")
     serve.add_argument("--concurrency", type=at_least(1), help="maximum number of requests in flight")
     serve.add_argument("--request-rate", type=positive, help="requests per second; default: all at once")
-    serve.add_argument(
-        "--warmup", type=at_least(0), default=0, help="number of requests with other prompts before the measurement"
-    )
+    serve.add_argument("--trace-speed", type=positive, help="2: in half the time of the trace (1)")
     serve.add_argument("--ttft-limit", type=positive, help="limit for goodput in ms")
     serve.add_argument("--tpot-limit", type=positive, help="limit for goodput in ms")
-    serve.add_argument("--plot", type=Path, help="PNG file for the latencies (extra: bench)")
     serve.set_defaults(run=_serve)
+    capacity = commands.add_parser("capacity", help="find the highest request rate within limits on the latencies")
+    capacity.add_argument("--ttft", type=duration, help="limit of the time to the first token: 500ms, 0.5s")
+    capacity.add_argument("--gap", type=duration, help="limit of the mean time of a token after it: 50ms")
+    capacity.add_argument("--share", type=share, default=0.9, help="share of the requests within the limits (0.9)")
+    capacity.add_argument("--request-rate", type=positive, default=1.0, help="requests per second at first (1)")
+    capacity.add_argument("--seconds", type=positive, default=20.0, help="least time in which a trial sends (20)")
+    capacity.add_argument("--precision", type=positive, default=0.1, help="of the rate that is found (0.1)")
+    capacity.set_defaults(run=_capacity)
+    for command in (serve, capacity):
+        command.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
+        command.add_argument("--model", help="default: the first one served")
+        command.add_argument("--api-key", type=api_key)
+        command.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")
+        command.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to --output-len")
+        command.add_argument("--vocab-size", type=at_least(2), help="random prompts use token ids below it (1000)")
+        command.add_argument("--dataset", type=Path, help="JSONL file with prompts, instead of random ones")
+        command.add_argument("--trace", type=Path, help="CSV file with TIMESTAMP, ContextTokens, GeneratedTokens")
+        command.add_argument("--max-len", type=at_least(3), help="most tokens of prompt plus output of a trace (2048)")
+        command.add_argument(
+            "--warmup", type=at_least(0), default=0, help="number of requests with other prompts before the measurement"
+        )
+        command.add_argument("--plot", type=Path, help="PNG file for the latencies (extra: bench)")
     offline = commands.add_parser("offline", help="run a workload in process, without HTTP")
     offline.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch, e.g. -- --model DIR")
     offline.set_defaults(run=_offline)
-    for command, count in ((serve, 64), (offline, 32)):
-        command.add_argument("--num-prompts", type=at_least(1), default=count, help=f"({count})")
+    for command, count in ((serve, 64), (capacity, 20), (offline, 32)):
+        command.add_argument("--num-prompts", type=at_least(1), default=count, help=f"({count}); of capacity: at least")
         command.add_argument("--input-len", type=at_least(1), help="tokens per random prompt (128)")
         command.add_argument("--output-len", type=at_least(1), help="tokens per output, except of a trace (64)")
         command.add_argument("--spread", type=share, help="0.5: lengths from 0.5 to 1.5 times these (0)")
@@ -121,16 +132,8 @@ def _check_context(requests: Sequence[LoadRequest], engine: TextEngine) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    kind = "trace" if options.trace else "dataset" if options.dataset else "random"
-    _fill_defaults(options, kind)
-    if options.chat and options.dataset is None:
-        raise ConfigError("--chat needs --dataset: a chat prompt is text")
-    _check_file(options.plot, "--plot")
-    if options.plot is not None:
-        check_plot(options.plot)
+    kind, target = _target(options)
     requests = _workload(options, kind)
-    model = asyncio.run(find_model(options.base_url, options.api_key)) if options.model is None else options.model
-    target = LoadTarget(options.base_url, model, options.api_key, options.chat, not options.stop_at_eos)
     if options.warmup:
         _warm_up(target, requests, options)
     timings, seconds = asyncio.run(_with_progress(target, requests, options.concurrency))
@@ -138,10 +141,74 @@ def _serve(options: argparse.Namespace) -> int:
     report = summarize(timings, seconds, **limits)
     print(table(report))
     timed = {"timings": [asdict(timing) for timing in timings]}
-    write_json({"model": model, "report": asdict(report)}, options.json, timed)
+    write_json({"model": target.model, "report": asdict(report)}, options.json, timed)
     if options.plot is not None:
         plot(timings, options.plot)
     return 1 if report.failed else 0
+
+
+def _capacity(options: argparse.Namespace) -> int:
+    if options.ttft is None and options.gap is None:
+        raise ConfigError("a capacity needs a limit", fix="give --ttft 500ms, --gap 50ms or both")
+    first, options.trace_speed, options.concurrency = options.request_rate, None, None
+    options.request_rate = None
+    kind, target = _target(options)
+    limits = Limits(options.ttft, options.gap, options.share)
+    least, seed = options.num_prompts, options.seed
+
+    def workload(rate: float, trial: int) -> list[LoadRequest]:
+        """Draw the requests of a trial: enough for its time, at `rate` a second."""
+        options.num_prompts, options.seed = max(least, math.ceil(rate * options.seconds)), seed + 1000 * trial
+        requests = _workload(options, kind)
+        if kind != "trace":
+            return poisson(requests, rate, seed=options.seed)
+        last = requests[-1].at or 1.0
+        return [replace(each, at=(each.at or 0.0) * (len(requests) - 1) / (last * rate)) for each in requests]
+
+    if options.warmup:
+        _warm_up(target, workload(first, -1), options)
+    trials = asyncio.run(_trials(target, workload, limits, first, options.precision))
+    print(curve(trials, limits))
+    best = max((trial.rate for trial in trials if trial.holds), default=0.0)
+    record = {"model": target.model, "capacity": best, "limits": asdict(limits)}
+    write_json(record, options.json, {"trials": [asdict(trial) for trial in trials]})
+    if options.plot is not None:
+        plot_trials(trials, limits, options.plot)
+    return 0 if best else 1
+
+
+async def _trials(
+    target: LoadTarget,
+    workload: Callable[[float, int], list[LoadRequest]],
+    limits: Limits,
+    rate: float,
+    precision: float,
+) -> list[Trial]:
+    trials = []
+    async for trial in find_capacity(target, workload, limits, rate=rate, precision=precision):
+        holds = "holds" if trial.holds else "does not hold"
+        print(f"{trial.rate:.2f} requests/s: {trial.within:.0%} within, {holds}", file=sys.stderr)
+        trials.append(trial)
+    return trials
+
+
+def duration(text: str) -> float:
+    """Read seconds: 500ms, 0.5s or 0.5. Raises ArgumentTypeError."""
+    number, unit = (text[:-2], 1e-3) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
+    return positive(number) * unit
+
+
+def _target(options: argparse.Namespace) -> tuple[str, LoadTarget]:
+    """Check the flags of a workload. Returns its kind and the server. Raises ConfigError."""
+    kind = "trace" if options.trace else "dataset" if options.dataset else "random"
+    _fill_defaults(options, kind)
+    if options.chat and options.dataset is None:
+        raise ConfigError("--chat needs --dataset: a chat prompt is text")
+    _check_file(options.plot, "--plot")
+    if options.plot is not None:
+        check_plot(options.plot)
+    model = asyncio.run(find_model(options.base_url, options.api_key)) if options.model is None else options.model
+    return kind, LoadTarget(options.base_url, model, options.api_key, options.chat, not options.stop_at_eos)
 
 
 def _fill_defaults(options: argparse.Namespace, kind: str) -> None:

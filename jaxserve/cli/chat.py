@@ -7,8 +7,10 @@ Ctrl-C stops the answer, Ctrl-D ends the program, and /help lists the commands, 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
+import mimetypes
 import os
 import re
 import readline
@@ -28,6 +30,7 @@ from rich.text import Text
 
 from jaxserve.bench.load import root_url
 from jaxserve.cli.options import api_key
+from jaxserve.config import suggestion
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.transport.child import child_environment, python_command
 
@@ -47,6 +50,7 @@ class Conversation:
     """A conversation with a server over /v1/chat/completions.
 
     settings: fields of the request beside model and messages, for example temperature
+    pictures: data: URLs that the next question takes along
     """
 
     http: httpx2.Client
@@ -54,13 +58,17 @@ class Conversation:
     system: str = ""
     messages: list[Json] = field(default_factory=list)
     settings: Json = field(default_factory=dict)
+    pictures: list[str] = field(default_factory=list)
 
     def ask(self, question: str) -> Generator[ShownPart, None, None]:
         """Add a question, stream the answer and add it too, even if the reader closes the iterator early.
 
         If the server refuses the request, the question is removed. Raises ConfigError with the server's message.
         """
-        self.messages.append({"role": "user", "content": question})
+        shown = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
+        content = [*shown, {"type": "text", "text": question}] if shown else question
+        self.pictures.clear()
+        self.messages.append({"role": "user", "content": content})
         answer = ""
         try:
             for part in self._stream():
@@ -93,6 +101,15 @@ class Conversation:
         if not ended:
             raise ConfigError("the server ended the stream before the answer was whole", fix="ask again")
 
+    def add_picture(self, path: Path) -> None:
+        """Give the next question a picture. Raises ConfigError if the file cannot be read."""
+        kind = mimetypes.guess_type(path.name)[0] or ""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        self.pictures.append(f"data:{kind};base64,{base64.b64encode(data).decode()}")
+
     def save(self, path: Path) -> None:
         """Write the conversation as JSON, readable by this user only. Raises ConfigError."""
         text = json.dumps({"system": self.system, "settings": self.settings, "messages": self.messages}, indent=1)
@@ -115,7 +132,26 @@ class Conversation:
         kinds = {"system": str, "settings": dict, "messages": list}
         if not isinstance(saved, dict) or not all(isinstance(saved.get(key), kind) for key, kind in kinds.items()):
             raise ConfigError(f"{path} is no saved conversation")
+        check_settings(saved["settings"])
         self.system, self.settings, self.messages = (saved[key] for key in kinds)
+
+
+def check_settings(settings: Json) -> None:
+    """Raise ConfigError if a request may not have these fields, or if a name looks like a field's."""
+    from pydantic import ValidationError  # noqa: PLC0415  start time, here and below
+
+    from jaxserve.api.http.errors import from_validation  # noqa: PLC0415
+    from jaxserve.api.openai.protocol import ChatCompletionRequest  # noqa: PLC0415
+
+    known = ChatCompletionRequest.model_fields
+    for name in settings.keys() - known.keys():
+        if near := suggestion(name, known, cutoff=0.8):  # other servers have fields that this one has not
+            raise ConfigError(f"no field {name}{near}")
+    body: Json = {"model": "", "messages": []} | settings
+    try:
+        ChatCompletionRequest.model_validate_json(json.dumps(body))
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(str(from_validation(error, body) if isinstance(error, ValidationError) else error)) from None
 
 
 def parts(chunk: Json) -> Iterator[ShownPart]:
@@ -252,7 +288,7 @@ class ChatShell:
             "/save": ("FILE: write the conversation", lambda name: self._talk.save(_path(name))),
             "/load": ("FILE: go on with a conversation", lambda name: self._talk.load(_path(name))),
             "/clear": (": begin anew", lambda _: self._talk.messages.clear()),
-            "/image": ("FILE: refused, no model that is served takes images", self._image),
+            "/image": ("FILE: show the model a picture with the next question", self._image),
             "/help": (": show this", self._help),
             "/exit": (": end, as Ctrl-D does", self._exit),
         }
@@ -293,7 +329,7 @@ class ChatShell:
         if word.startswith("/") and word[1:].isalpha():
             if word not in self._commands:
                 raise ConfigError(f"no command {word}", fix="/help lists them")
-            if word in ("/save", "/load") and not rest.strip():
+            if word in ("/save", "/load", "/image") and not rest.strip():
                 raise ConfigError(f"{word} needs the name of a file")
             self._commands[word][1](rest.strip())
             return
@@ -317,13 +353,15 @@ class ChatShell:
         elif not value:
             self._talk.settings.pop(name, None)
         else:
-            try:
-                self._talk.settings[name] = json.loads(value, parse_constant=_no_number)
-            except (ValueError, RecursionError):
-                self._talk.settings[name] = value
+            parsed: Any = value
+            with contextlib.suppress(ValueError, RecursionError):
+                parsed = json.loads(value, parse_constant=_no_number)
+            check_settings({name: parsed})
+            self._talk.settings[name] = parsed
 
-    def _image(self, _: str) -> None:
-        raise ConfigError("/image: no model that is served takes images")
+    def _image(self, name: str) -> None:
+        self._talk.add_picture(_path(name))
+        self._console.print(f"{len(self._talk.pictures)} with the next question")
 
     def _help(self, _: str) -> None:
         for word, (what, _do) in self._commands.items():

@@ -29,7 +29,8 @@ from jaxserve.cli.main import imported
 from jaxserve.cli.options import GIB, load_config
 from jaxserve.config import DEFAULT_STORE, Config, ModelSection, RuntimeSection, ServerSection, StoreSection
 from jaxserve.errors import ConfigError
-from jaxserve.model_files import local_directory
+from jaxserve.model_files import local_directory, read_object
+from jaxserve.models.unserved import refuse_unserved
 from jaxserve.store.database import lock_holder
 from jaxserve.system import CacheDirectoryError, free_memory, machine_memory, opened, user_cache
 from jaxserve.version import __version__
@@ -141,9 +142,15 @@ def caches(section: RuntimeSection) -> Iterator[Finding]:
 
 
 def hub(section: ModelSection) -> Iterator[Finding]:
-    """Try to connect to the hub. Only a model that is named by its hub id needs it."""
+    """Try to connect to the hub. Only a model that is named by its hub id needs it.
+
+    Of such a model config.json is read, and nothing else is downloaded. Raises ModelLoadError if its family is not
+    served.
+    """
     needed = section.path is not None and local_directory(section.path) is None
-    if needed and isinstance(try_to_load_from_cache(str(section.path), "config.json"), str):
+    config = try_to_load_from_cache(str(section.path), "config.json", revision=section.revision) if needed else None
+    if isinstance(config, str):
+        refuse_unserved(read_object(Path(config)))
         yield Finding("hub", "ok", f"{section.path} is in the cache of downloads")
         return
     if constants.HF_HUB_OFFLINE:
@@ -159,6 +166,9 @@ def hub(section: ModelSection) -> Iterator[Finding]:
     except OSError as error:
         fix = "check the network or HF_ENDPOINT, or name a local directory"
         yield Finding("hub", "bad" if needed else "warn", f"{way} is not reached: {error.strerror or error}", fix)
+        return
+    if needed:
+        imported("jaxserve.models.checkpoint.download").download_config(str(section.path), section.revision)
 
 
 def _first_host(url: str) -> tuple[str, int]:

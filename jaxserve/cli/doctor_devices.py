@@ -11,18 +11,21 @@ import jax
 from jaxserve.cli.doctor import Finding, examined
 from jaxserve.config import Config
 from jaxserve.engine.factory import locate, read_model
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.model_files import check_directory, local_directory
+from jaxserve.models.adapters import adapt
+from jaxserve.models.checkpoint.adapter import read_adapter
 from jaxserve.models.checkpoint.checkpoint import open_checkpoint
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.loader import inspect
-from jaxserve.models.checkpoint.orbax_reader import is_converted
+from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.memory import device_memory
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.numeric_check import NumericCase, attention_case, serving_cases, wrong_numbers
-from jaxserve.runtime.runner_config import context_length, resolve_dtypes
+from jaxserve.runtime.runner_config import context_length, resolve_dtypes, room_for_adapters
 from jaxserve.system import NVIDIA_DRIVER
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -100,20 +103,38 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
     named = config.model.tokenizer
     tokens = directory if named is None else Path(named)
     tokenizer = Tokenizer.from_directory(tokens)
-    model, dtype = read_model(config, directory, make_mesh("cpu") if mesh is None else mesh)
+    files = ModelFiles.open(directory)
+    model, dtype = read_model(config, files, make_mesh("cpu") if mesh is None else mesh)
     context_length(config.model.max_model_len, model)
-    size = inspect(directory, dtype=dtype, config=model).num_bytes
+    structure = inspect(files, dtype=dtype, config=model)
+    size = structure.num_bytes
     text = f"{model.architecture} in {directory}: {size / _GIB:.2f} GiB of weights"
     if mesh is not None and size > config.cache.memory_fraction * device_memory(mesh.devices):
         fix = "use more devices, model.quantization, or a smaller model; jaxserve plan shows what fits"
         yield Finding("model", "bad", f"{text}, more than the devices hold", fix)
     else:
         yield Finding("model", "ok", text)
-    if not is_converted(directory):
+    if files.format != "orbax":
         for text in open_checkpoint(directory).aside:
             yield Finding("model", "warn", f"{directory}: {text}", "remove it if it is not meant")
     if (tokens / "tokenizer.json").is_file():
         yield from beside_transformers(tokens, tokenizer)
+    yield from examined("adapters", lambda: _adapters(config, structure))
+
+
+def _adapters(config: Config, structure: ModelStructure) -> Iterator[Finding]:
+    """Read the configured adapters, and check that they fit the model."""
+    room = room_for_adapters(config.lora.slots, config.lora.max_rank)
+    if room is None or structure.config.bidirectional:
+        return
+    adapted = adapt(structure, room)
+    for entry in config.lora.adapters:
+        try:
+            rank = read_adapter(Path(entry.path), adapted).rank
+        except ModelLoadError as error:
+            yield Finding.of("adapters", error)
+        else:
+            yield Finding("adapters", "ok", f"{entry.name}: rank {rank}, in {entry.path}")
 
 
 _PROBE = "Hello world, 12345 times!\n\n  Größe 日本\tdon't"

@@ -1,4 +1,4 @@
-"""List the launch flags of vLLM 0.32 and SGLang 0.5.23, each with one of three ways to handle it.
+"""List the launch flags of vLLM 0.32 and SGLang 0.5.23, and the usual ones of llama-server, each with its handling.
 
 A name that ends in ! is a switch and takes no value. A name that ends in * stands for all flags with this beginning
 that have no row. docs/flags.md is made from this table.
@@ -63,6 +63,7 @@ class Key:
     others: the value, with a notice, for any word that is not one of the key's own
     many: whether the flag takes several words
     note: notice that is shown when the flag is used
+    fields: the flag's value is a JSON object, and each of its fields sets a key; the others are refused
     """
 
     key: str
@@ -72,6 +73,20 @@ class Key:
     convert: Callable[[str], str] | None = None
     many: bool = False
     note: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def read_fields(self, text: str) -> dict[str, str]:
+        """Return the keys that a JSON object sets, with their values as texts. Raises ConfigError."""
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not found:
+            names = ", ".join(self.fields)
+            raise ConfigError(f"{text[:200]} should be a JSON object", fix=f"write one with some of {names}")
+        if unknown := [name for name in found if name not in self.fields]:
+            raise ConfigError(f"the field {unknown[0][:40]} is not served", fix="leave it out")
+        return {self.fields[name]: str(value) for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -110,16 +125,22 @@ _LOG = NoEffect("--logging.level and --logging.requests decide what is logged")
 _METRICS = NoEffect("/metrics is always served, with its own buckets and labels")
 _WORKERS = NoEffect("--server.workers N serves with N processes; each tokenizes in threads and makes its own text")
 _READING = NoEffect("weights are read by several threads")
-_LORA = Refused("adapters (LoRA) are not served yet: merge the adapter into the checkpoint")
-_SPECULATION = Refused("write --speculation.method ngram, or leave it out: no other method is served yet")
+_LORA = Refused(
+    "write --lora.slots N for N adapters on the devices, and --lora.adapters, a list of {name, path}, for those of the "
+    "start, or merge the adapter into the checkpoint"
+)
+_SPECULATION = Refused(
+    "write --speculation.method ngram, or draft_model with --speculation.draft_model DIR: no other method is served yet"
+)
+_CHAIN = "drafts are a chain, not a tree"
 _NODES = Refused("leave it out: --nnodes, --node-rank and --master-addr make one engine of several machines")
 _SPLIT = Refused("write --replicas N --prefill-replicas K: K of the N engines of a server only compute prompts")
 _OFFLOAD = Refused(
     "leave it out: weights stay in device memory; --cache.host-memory SIZE keeps evicted KV pages in the host's memory"
 )
 _TIERS = Refused("write --cache.host-memory SIZE to keep evicted pages in the memory of the host, the only other place")
-_MEDIA = Refused("leave it out: models with images, audio or video are not served yet")
-_STATE = Refused("leave it out: models with a recurrent state (Mamba, linear attention) are not served yet")
+_MEDIA = Refused("leave it out: --media.max-items and others limit images; audio and video are not served")
+_STATE = Refused("leave it out: cache.num_state_pages and cache.state_interval say how recurrent states are kept")
 _EXPERTS = Refused("write --mesh.expert N to split the experts over N devices; they are not copied or moved")
 _PLUGIN = Refused("leave it out: the server runs no code from flags or requests")
 _CODE = NoEffect("code of a checkpoint is never run, and the served models need none")
@@ -134,7 +155,10 @@ _DEBUG = Refused("leave it out: --log-level debug and /metrics show what the eng
 _QUANTIZED = Refused(
     "leave it out: config.json shows whether a checkpoint is quantised; --quantization quantises another"
 )
-_STORED = ("null", "none", "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors")  # config.json says
+_STORED = (  # config.json says
+    *("null", "none", "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors"),
+    *("modelopt", "modelopt_fp4", "modelopt_mixed", "quark"),
+)
 _EMBEDDER = NoEffect("config.json shows whether the model is an encoder")
 
 # fmt: off
@@ -423,20 +447,63 @@ ROWS: list[tuple[str, Answer]] = [
      "--msprobe-dump-config --kv-canary* --enable-layerwise-nvtx-* --profiler-config --enable-trace-replay! "
      "--spec-trace-dir", _DEBUG),
 
+    ("--max-loras --max-loras-per-batch", Key("lora.slots")),
+    ("--max-lora-rank", Key("lora.max_rank")),
+
     # not supported yet
     ("--enable-lora! --lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
      "--specialize-active-lora! --enable-lora-* --enable-mixed-moe-lora-format! --enable-moe-shared-loras! "
      "--enable-tower-connector-lora! --experts-shared-outer-loras --qlora-adapter-name-or-path --uno-lora-path", _LORA),
-    ("--speculative-algorithm", Key("speculation.method", words={"NGRAM": "ngram"})),
-    ("--num-speculative-tokens --speculative-num-draft-tokens", Key("speculation.num_speculative_tokens")),
-    ("--speculative-* -sc --spec-* --enable-multi-layer-eagle!", _SPECULATION),
-    ("--enable-multimodal --mm-* --limit-mm-* --allowed-local-media-path --allowed-media-domains --media-* "
+    ("--speculative-algorithm", Key("speculation.method", words={"ngram": "ngram", "standalone": "draft_model"})),
+    ("--speculative-draft-model-path --speculative-draft-model", Key("speculation.draft_model")),
+    ("--speculative-draft-model-revision", Key("speculation.draft_revision")),
+    ("--num-speculative-tokens --speculative-num-steps", Key("speculation.num_speculative_tokens")),
+    ("--speculative-num-draft-tokens",
+     Key("speculation.num_speculative_tokens", note="guesses are counted here, without the token before them")),
+    ("--speculative-eagle-topk", NoEffect(_CHAIN, ("1",), f"leave it out: {_CHAIN}")),
+    ("--speculative-config -sc", Key("speculation.method", fields={
+        "method": "speculation.method",
+        "model": "speculation.draft_model",
+        "revision": "speculation.draft_revision",
+        "num_speculative_tokens": "speculation.num_speculative_tokens",
+        "prompt_lookup_min": "speculation.prompt_lookup_min",
+        "prompt_lookup_max": "speculation.prompt_lookup_max",
+    })),
+    ("--speculative-* --spec-* --enable-multi-layer-eagle!", _SPECULATION),
+    ("--allowed-media-domains", Key("media.allowed_hosts")),
+    ("--enable-multimodal --mm-* --allowed-local-media-path --media-* "
      "--enable-mm-* --interleave-mm-strings! --skip-mm-profiling! --video-* --disable-chunked-mm-input! "
      "--enable-prefix-mm-cache! --enable-broadcast-mm-inputs-process! --trust-mm-content-hashes! "
      "--image-processor-backend --disable-fast-image-processor! --asr-*", _MEDIA),
-    ("--language-model-only!", NoEffect("only the language model of a checkpoint is served")),
+    ("--language-model-only!", Key("media.max_items", const="0")),
+    ("--limit-mm-per-prompt --limit-mm-data-per-request", Key("media.max_items", fields={"image": "media.max_items"})),
     ("--mamba-* --enable-mamba-* --max-mamba-cache-size --linear-attn-* --gdn-prefill-backend --kda-* --use-replayssm! "
      "--replayssm-buffer-len --enable-linear-replayssm* --linear-replayssm-cache-len --enable-int8-mamba-checkpoint! "
      "--int8-mamba-ckpt-size", _STATE),
+
+    # llama-server's, without those that have the name of another server's
+    ("-m", Key("model.path")),
+    ("-hf -hfr --hf-repo",
+     Refused("write the hub's name of a checkpoint with safetensors, or download the GGUF file and name it")),
+    ("-c --ctx-size", Key("model.max_model_len", words={"0": "null"})),
+    ("-np --parallel", Key("scheduler.max_num_seqs")),
+    ("-a --alias", Key("model.served_name")),
+    ("-b --batch-size", Key("scheduler.max_num_batched_tokens")),
+    ("-ctk --cache-type-k", Key("cache.dtype", words={"f16": "float16", "f32": "float32", "bf16": "bfloat16",
+                                                      "q8_0": "int8"})),
+    ("-ctv --cache-type-v", NoEffect("K and V have one type, which --cache-type-k sets")),
+    ("--chat-template-file", Key("model.chat_template")),
+    ("-ngl --gpu-layers --n-gpu-layers", NoEffect("all layers are on the device")),
+    ("-t --threads -tb --threads-batch", NoEffect("XLA uses all cores of the process; taskset limits them")),
+    ("-fa --flash-attn", NoEffect("attention never writes its scores to memory")),
+    ("--jinja!", NoEffect("the chat template is always read")),
+    ("-cb! --cont-batching! --metrics! --slots! --props! --webui!", _ALWAYS),
+    ("--no-warmup!", _WARM),
+    ("--mlock! --no-mmap! --no-webui!", _NOTHING),
+    ("-md --model-draft -hfd --hf-repo-draft --draft-max --draft-min", _SPECULATION),
+    ("-mm --mmproj", Refused("serve a safetensors checkpoint, which has the tower; none is read from GGUF files")),
+    ("--lora --lora-scaled", _LORA),
+    ("-sm --split-mode -ts --tensor-split", Refused("write --tensor N, the number of devices")),
+    ("-ot --override-tensor -cmoe! --cpu-moe! -ncmoe --n-cpu-moe", _OFFLOAD),
 ]
 # fmt: on

@@ -31,7 +31,7 @@ from jaxserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the kernel queues
-REPEATED = 0.2  # seconds within which a second signal is the same one
+REPEATED = 1.0  # seconds within which a second signal is the same one
 
 _LOOPBACK: dict[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _BIND_FIXES = {
@@ -163,13 +163,14 @@ def url_of(listener: socket.socket, section: ServerSection) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def on_signals(act: Callable[[signal.Signals], None]) -> None:
-    """Call `act` at each SIGINT, SIGTERM or SIGHUP. Call this in the main thread, on the event loop.
+def on_signals(act: Callable[[signal.Signals], None], reload: Callable[[], None] | None = None) -> None:
+    """Call `act` at each SIGINT or SIGTERM, and `reload` at each SIGHUP. Call this in the main thread, on the loop.
 
     A signal within REPEATED seconds of another is the same one, because some supervisors send it to a process and its
-    group.
+    group. SIGHUP is also what a terminal sends when it closes; then `act` is called.
     """
     latest = -math.inf
+    had_terminal = _has_terminal()
 
     def first(number: signal.Signals) -> None:
         nonlocal latest
@@ -177,11 +178,28 @@ def on_signals(act: Callable[[signal.Signals], None]) -> None:
             latest = now
             act(number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    def hang_up() -> None:
+        if had_terminal and not _has_terminal():
+            first(signal.SIGHUP)
+        elif reload is not None:
+            reload()
+        else:
+            logger.warning("SIGHUP: this process reads its configuration at the start only; restart it")
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, first, number)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, first, number)
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+
+def _has_terminal() -> bool:
+    """Return whether the process has a controlling terminal. One that was closed is none."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # names of mallopt(3)
@@ -243,6 +261,10 @@ def http_config(
 
 class Server(uvicorn.Server):
     """uvicorn's server without signal handlers, because the process's main function handles signals."""
+
+    def look_at_certificate(self) -> None:
+        """Look within a second whether the certificate's files have changed."""
+        self.last_notified = 0.0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""`jaxserve launch`: bind the port, start the engine, serve, drain on SIGTERM, SIGINT or SIGHUP.
+"""`jaxserve launch`: bind the port, start the engine, serve, drain on SIGTERM or SIGINT, read keys again on SIGHUP.
 
 The socket listens before the model loads. Until it is loaded, every route but /health, /live and /metrics answers 503.
 The exit code is 0 after a signal, 2 for an error of the operator, 1 for any other end, and 130 after a second signal.
@@ -30,31 +30,34 @@ from jaxserve.cli.progress import LAST_PHASE, StartProgress, command_began, show
 from jaxserve.cli.workers import Workers
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import EngineLink, ProcessLink
-from jaxserve.config import DEFAULT_STORE, Config, StoreSection
+from jaxserve.config import DEFAULT_STORE, Config, StoreSection, changed_keys
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
-from jaxserve.log import tell
+from jaxserve.log import fields, tell
 from jaxserve.store import Store, ThreadLimits
 from jaxserve.transport.engine_child import EngineChild
 
 logger = logging.getLogger(__name__)
 
 
-def serve(config: Config, child: EngineChild | None = None) -> int:
+def serve(config: Config, child: EngineChild | None = None, reread: Callable[[], Config] | None = None) -> int:
     """Serve until a signal and return the exit code. Raises ConfigError and UnexpectedEndError.
 
     child: the engine process, if it runs already
+    reread: reads the configuration again at SIGHUP
     """
     keep_heap_small()
     with bind(config.server) as listener:
         try:
-            return uvloop.run(_serve(config, listener, child))
+            return uvloop.run(_serve(config, listener, child, reread))
         finally:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while Python ends
 
 
-async def _serve(config: Config, listener: socket.socket, child: EngineChild | None) -> int:
+async def _serve(
+    config: Config, listener: socket.socket, child: EngineChild | None, reread: Callable[[], Config] | None
+) -> int:
     launch = Launch(config, listener, make_link=None if child is None else functools.partial(ProcessLink, child=child))
-    launch.handle_signals()
+    launch.handle_signals(reread)
     return await launch.serve(on_ready=freeze)
 
 
@@ -118,9 +121,29 @@ class Launch:
     def url(self) -> str:
         return url_of(self._listener, self._config.server)
 
-    def handle_signals(self) -> None:
-        """Drain on the first signal and exit on the second. Call this in the main thread."""
-        on_signals(self._on_signal)
+    def handle_signals(self, reread: Callable[[], Config] | None = None) -> None:
+        """Drain on the first signal and exit on the second. Call this in the main thread.
+
+        reread: reads the configuration again at SIGHUP
+        """
+        on_signals(self._on_signal, None if reread is None else lambda: self._reload(reread))
+
+    def _reload(self, reread: Callable[[], Config]) -> None:
+        """Use the keys and limits of the configuration as it is now. If it is wrong, everything stays as it is."""
+        self._server.look_at_certificate()
+        old = self._config
+        try:
+            new = reread()
+            self._config = self._app.state.server.reload(new)
+        except ConfigError as error:
+            return logger.error("SIGHUP: nothing changes: %s", error, extra=fields(event="reload", error=str(error)))
+        taken, kept = changed_keys(old, self._config), changed_keys(self._config, new)
+        line = f"SIGHUP: changed: {', '.join(taken) or 'nothing'}"
+        if kept:
+            line += f"; these need a restart: {', '.join(kept)}"
+        logger.log(
+            logging.WARNING if kept else logging.INFO, line, extra=fields(event="reload", taken=taken, kept=kept)
+        )
 
     def stop(self) -> None:
         """Drain the requests and end `serve`."""

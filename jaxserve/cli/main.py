@@ -12,13 +12,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.log import fields, is_json, tell, tell_at_once
-from jaxserve.transport.child import without_empty_entries
 from jaxserve.version import __version__
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write that are not a bug
@@ -36,7 +35,8 @@ COMMANDS = {
     "convert": ("jaxserve.cli.convert", "write a checkpoint in the form that loads fastest"),
     "plan": ("jaxserve.cli.plan", "print how much memory a model needs, from its config.json alone"),
     "doctor": ("jaxserve.cli.doctor", "check this machine, the configuration and a model, and say what to do"),
-    "config": ("jaxserve.cli.config", "show, validate or describe the configuration"),
+    "config": ("jaxserve.cli.config", "show or check the configuration, or print its JSON Schema"),
+    "store": ("jaxserve.cli.store", "check, back up, restore or upgrade the directory of files and batches"),
     "batch": ("jaxserve.cli.batch", "run a batch file without a server, or send it to one"),
     "bench": ("jaxserve.cli.bench", "measure the engine or a server"),
 }
@@ -71,6 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _bug(error)
     return 1
+
+
+def without_empty_entries(path: list[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the import path without the working directory if an empty entry of PYTHONPATH put it there."""
+    entries = environ.get("PYTHONPATH", "").split(os.pathsep)
+    if len(entries) == 1 or "" not in entries:
+        return path
+    here = os.path.abspath(os.curdir)
+    named = here in (os.path.abspath(entry) for entry in entries if entry)
+    return path if named else [entry for entry in path if entry not in ("", here)]
 
 
 def _run(words: Sequence[str]) -> int:

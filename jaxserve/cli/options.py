@@ -44,7 +44,7 @@ SHORT: Mapping[str, str] = {
     "--process-id": "mesh.host_rank",
     "--coordinator-address": "mesh.leader_address",
 }
-_SEVERAL = ("model.served_name", "server.allowed_hosts", "server.cors_origins")
+_SEVERAL = ("model.served_name", "server.allowed_hosts", "server.cors_origins", "media.allowed_hosts")
 _SWITCH_WORDS = ("true", "false")
 _NEGATED = re.compile(r"--(no|disable)-")
 
@@ -157,12 +157,18 @@ def _take(flags: Flags, flag: str, answer: Answer, given: list[str], *, switch: 
             flags.notices.append(f"{flag} has no effect: {answer.reason}")
         return
     if switch:
+        if given == ["false"] and answer.const not in (None, *_SWITCH_WORDS):
+            return  # it sets no boolean, so that its absence is meant
         given = [_switched(answer.const or "true", *given)]
     if not given:
         raise ConfigError(f"{flag} needs a value")
     if len(given) > 1 and answer.key not in _SEVERAL:
         raise ConfigError(f"{flag} takes one value, and {len(given)} are given")
-    flags.put(answer.key, [_value(flags, flag, answer, text) for text in given])
+    if answer.fields:
+        for key, value in answer.read_fields(given[0]).items():
+            flags.put(key, [value])
+    else:
+        flags.put(answer.key, [_value(flags, flag, answer, text) for text in given])
     if answer.note:
         flags.notices.append(f"{flag}: {answer.note}")
 

@@ -11,6 +11,8 @@ would fit without them.
 
 The size of the weights is printed above the table. Quantized weights count in the bits of the checkpoint, the others in
 --dtype. If a mesh has no room for a full context, the fewest devices that have room are also named there.
+
+A draft model (speculation.draft_model) is not counted: each device has its weights too, and its KV of every token.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from jaxserve.cli.options import GIB, at_least, positive
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
 from jaxserve.models.checkpoint.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
-from jaxserve.models.checkpoint.gguf import config_file
-from jaxserve.models.checkpoint.hf_config import read_config_file
-from jaxserve.models.checkpoint.hub import resolve
-from jaxserve.models.checkpoint.orbax_reader import as_converted, is_converted
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.hub import resolve_config
+from jaxserve.models.checkpoint.orbax_reader import as_converted
 from jaxserve.models.checkpoint.published_size import published_size
-from jaxserve.runtime.runner_config import context_length, resolve_cache_dtype
+from jaxserve.runtime.runner_config import context_length, resolve_cache_dtype, room_for_adapters
 from jaxserve.runtime.shape_plan import ShapePlan, ShapePlanner, splits
 
 MESHES = ("1", "8", "16")
@@ -55,14 +57,14 @@ Row = tuple[Mesh, ShapePlan | ConfigError]
 def run(words: Sequence[str]) -> int:
     """Run the command `plan`. Raises ConfigError for an encoder, or if no mesh fits the model."""
     options = _parse(words)
-    path = _config_file(options.model)
-    config = read_config_file(path)
+    files = _files(options.model)
+    config = read_config(files)
     if config.bidirectional:
         raise ConfigError(f"{config.architecture} is an encoder: it has no KV cache to plan")
-    config = config.replace(quantization=choose_quantization(options.quantization, config, path.parent))
-    if is_converted(path.parent):
-        config = as_converted(config, path.parent)
-    head = choose_head(options.quantize_head, config.quantization, path.parent)
+    config = config.replace(quantization=choose_quantization(options.quantization, config, files))
+    if files.format == "orbax":
+        config = as_converted(config, files.directory, files.manifest)
+    head = choose_head(options.quantize_head, config.quantization, files)
     config = config.replace(quantized_head=head)
     dtype = jnp.dtype(options.dtype)
     context = context_length(options.max_model_len, config)
@@ -70,10 +72,11 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(f"--length is {options.length}, and a full context has {context} tokens", fix="lower it")
     asked = [_mesh(text) for text in options.mesh]
     cache_dtype = resolve_cache_dtype(options.cache_dtype, dtype)
+    lora = room_for_adapters(options.lora_slots, options.lora_max_rank)
     device = _Device(int(options.memory * GIB), context, options.max_num_seqs)
     with _Progress() as progress:
         progress.show(f"shapes of {config.architecture}")
-        search = _Search(ShapePlanner(config, dtype, cache_dtype=cache_dtype), device, progress)
+        search = _Search(ShapePlanner(config, dtype, cache_dtype=cache_dtype, lora=lora), device, progress)
         rows = [row for mesh in asked for row in search.rows(mesh)]
         held = all(device.holds(plan) for _, plan in rows)
         fewest = None if held else search.fewest()
@@ -213,7 +216,7 @@ class _Columns:
         """Format one row per mesh."""
         meshes = [mesh for mesh, _ in planned]
         plans = [plan for _, plan in planned]
-        windowed = any(isinstance(plan, ShapePlan) and plan.window is not None for plan in plans)
+        windowed = any(isinstance(plan, ShapePlan) and plan.reaches for plan in plans)
         batch = () if self._length is None else (f"batch of {self._length}",)
         head = (*_HEAD, "tokens", "full contexts", *batch, *(("all kept",) if windowed else ()))
         rows = [self._row(plan, windowed) if isinstance(plan, ShapePlan) else () for plan in plans]
@@ -235,10 +238,12 @@ class _Columns:
         return (*size, request, *fits, *batch, *kept)
 
 
-def _config_file(model: str) -> Path:
-    """Return the config.json or GGUF file of a hub id, a directory or a file."""
+def _files(model: str) -> ModelFiles:
+    """Open a hub id, of which only config.json is downloaded, a directory, a GGUF file or a config.json of any name."""
     path = Path(model).expanduser()
-    return gguf_file(path) or path if path.is_file() else config_file(resolve(model))
+    if not path.is_file():
+        return ModelFiles.open(resolve_config(model))
+    return ModelFiles.of_config(path) if gguf_file(path) is None else ModelFiles.open(path)
 
 
 def _mesh(text: str) -> int | Mesh:
@@ -278,6 +283,8 @@ def _parser() -> argparse.ArgumentParser:
         default=512,
         help="number of requests that run at once: no more pages than for twice as many full contexts (512)",
     )
+    parser.add_argument("--lora-slots", type=at_least(0, 1024), default=0, metavar="N", help="as lora.slots (0)")
+    parser.add_argument("--lora-max-rank", type=at_least(1, 512), default=16, metavar="R", help="as lora.max_rank (16)")
     parser.add_argument("--max-model-len", type=at_least(8), help="tokens of a full context (the model's)")
     parser.add_argument(
         "--length", type=at_least(1), metavar="TOKENS", help="show the largest batch of requests of this many tokens"

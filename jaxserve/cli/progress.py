@@ -177,7 +177,7 @@ class StartProgress:
 
 
 def ready_card(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float] | None = None) -> str:
-    """Return the ready card: URL, model, device, memory, durations, a curl command, and how to start agents.
+    """Return the ready card: URL, model, device, memory, drafts, durations, a curl command, and how to start agents.
 
     seconds: of each phase of the start, from the command on
     """
@@ -188,6 +188,8 @@ def ready_card(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[st
         "memory": _memory(info),
         "requests": _requests(info),
     }
+    if info.drafter:
+        rows["drafts"] = info.drafter
     if seconds:
         rows["start"] = "\n".ljust(LABEL + 1).join(textwrap.wrap(_phases(seconds), WIDTH - LABEL))
     shown = [f"{name:{LABEL}}{text}" for name, text in rows.items()]
@@ -222,8 +224,8 @@ def _memory(info: EngineInfo) -> str:
     text += f"other {other:.2f}"
     if plan.get("num_host_pages"):
         text += f"; {plan['num_host_pages'] * info.page_size} more tokens in the memory of the host"
-    if plan.get("window") is not None:
-        text += f"; {plan['num_window_pages']} pages for windows of {plan['window']}"
+    for group in plan.get("groups", ()):
+        text += f"; {group['num_pages']} pages for {group['kind']}s of {group['tokens']}"
     return text
 
 
@@ -271,6 +273,7 @@ def _ready_fields(info: EngineInfo, url: str, seconds: Mapping[str, float]) -> d
         "max_num_seqs": info.max_num_seqs,
         "kv_tokens": info.num_kv_tokens,
         "memory_plan": info.memory_plan,
+        "drafter": info.drafter,
         "seconds": round(sum(seconds.values()), 3),
         "phases": {name: round(value, 3) for name, value in seconds.items()},
     }

@@ -6,6 +6,7 @@ engine process runs its imports at the same time.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -45,10 +46,15 @@ def run(words: Sequence[str]) -> int:
     tell_start(config.model.path or DEMO)
     child = start_engine(config)
     try:
-        return imported("jaxserve.cli.launch").serve(config, child)
+        return imported("jaxserve.cli.launch").serve(config, child, functools.partial(_reread, words))
     finally:
         if child is not None:
             child.close()
+
+
+def _reread(words: Sequence[str]) -> Config:
+    """Return the configuration with what its file says now. Raises ConfigError."""
+    return load_config(words, os.environ, notice=lambda line: None)
 
 
 def tell_start(served: str) -> None:

@@ -27,9 +27,10 @@ from jaxserve.cli.http_server import Server, http_config, keep_heap_small
 from jaxserve.client.relay import RelayLink, WorkerEngine
 from jaxserve.config import Config
 from jaxserve.log import configure_logging
-from jaxserve.telemetry.metrics import Families, read_families
+from jaxserve.telemetry.metrics import Families
 from jaxserve.transport.child import end_with_parent
 from jaxserve.transport.shared_state import SharedCounters
+from jaxserve.types.calls import AbortRequests, Finish, IsAlive, Prepare, ReadMetrics
 
 READY_INTERVAL = 0.01  # seconds between two checks whether the HTTP server has started
 
@@ -64,11 +65,11 @@ class Worker:
             SharedCounters(start.board, *start.board_shape), start.row, start.main_socket, start.encryption_key
         )
         methods = {
-            "prepare": self._prepare,
-            "finish": self._finish,
-            "abort": self._abort,
-            "metrics": self._metrics,
-            "is_alive": lambda: True,
+            IsAlive: lambda _: True,
+            Prepare: lambda _: self._prepare(),
+            AbortRequests: self._abort,
+            ReadMetrics: lambda _: self._metrics(),
+            Finish: lambda _: self._finish(),
         }
         link = RelayLink(socket.socket(fileno=start.relay), methods, on_end=lambda: os._exit(1))
         seeded = config.replace(runtime={"random_seed": start.seed})
@@ -79,7 +80,7 @@ class Worker:
         self._server = Server(http_config(self._app, config.server))
 
     async def serve(self) -> None:
-        """Serve until the main process sends `finish`."""
+        """Serve until the main process sends Finish."""
         await self._engine.start(wait=False)
         await self._server.serve(sockets=[self._listener])
 
@@ -95,13 +96,13 @@ class Worker:
     def _finish(self) -> None:
         self._server.should_exit = True
 
-    def _abort(self, prefix: str, owner: str | None) -> list[str]:
-        return self._state.live.abort(prefix, owner)
+    def _abort(self, call: AbortRequests) -> list[str]:
+        return self._state.live.abort(call.prefix, call.owner)
 
     def _metrics(self) -> Families:
         if self._engine.was_ready:
             self._state.metrics.model = self._engine.info.served_names[0]
-        return read_families(self._state.metrics.registry)
+        return self._state.metrics.families()
 
 
 def main() -> None:

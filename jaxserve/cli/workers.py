@@ -26,6 +26,7 @@ from jaxserve.telemetry.metrics import Families, counted, merge_families
 from jaxserve.transport.child import child_environment, python_command
 from jaxserve.transport.shared_state import SharedCounters
 from jaxserve.transport.socket_directory import SocketDirectory
+from jaxserve.types.calls import AbortRequests, Finish, IsAlive, Prepare, ReadMetrics
 
 WRITE_INTERVAL = 0.05  # seconds between two writes to the board
 WORKER_CALL_SECONDS = 2.0  # a worker must answer a call within this time
@@ -147,9 +148,9 @@ class Workers:
         Its start may take any time. Only time in which this process ran counts, so that a pause of the whole machine
         kills no worker.
         """
-        await self._answer(bridge.call("is_alive"), None)
+        await self._answer(bridge.call(IsAlive()), None)
         while not bridge.closed.is_set():
-            answer = asyncio.ensure_future(self._answer(bridge.call("is_alive"), None))
+            answer = asyncio.ensure_future(self._answer(bridge.call(IsAlive()), None))
             silent = 0.0
             while not answer.done():
                 began = time.monotonic()
@@ -173,18 +174,18 @@ class Workers:
 
     async def _prepare(self, bridge: WorkerBridge) -> None:
         try:
-            await bridge.call("prepare")
+            await bridge.call(Prepare())
         except HTTPError as error:
             logger.error("a worker is not ready: %s", error)
 
     async def abort(self, prefix: str, owner: str | None) -> list[str]:
         """See Peers."""
-        found = await self._ask(lambda bridge: bridge.call("abort", prefix=prefix, owner=owner))
+        found = await self._ask(lambda bridge: bridge.call(AbortRequests(prefix, owner)))
         return [request_id for ids in found.values() for request_id in ids]
 
     async def metrics(self) -> list[Families]:
         """See Peers."""
-        found = await self._ask(lambda bridge: bridge.call("metrics"))
+        found = await self._ask(lambda bridge: bridge.call(ReadMetrics()))
         running = self._numbers.values()  # a worker that has ended since then is counted in `_ended`
         self._readings |= {number: families for number, families in found.items() if number in running}
         return [*self._readings.values(), self._ended]
@@ -207,7 +208,7 @@ class Workers:
         """Let all workers accept no more requests, end their open answers and exit."""
         self._is_stopping = True
         if self._engine.was_ready:  # else no client waits for an answer
-            await self._ask(lambda bridge: bridge.call("finish"))
+            await self._ask(lambda bridge: bridge.call(Finish()))
 
     async def stop(self) -> None:
         """Wait until the workers have exited after `finish`, and kill workers that do not."""

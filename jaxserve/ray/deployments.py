@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from ray import kill, remote, serve  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
 from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
@@ -51,7 +50,7 @@ from jaxserve.ray.relay import (
     with_allowed_hosts,
 )
 from jaxserve.ray.settings import RaySettings
-from jaxserve.telemetry.metrics import read_families
+from jaxserve.telemetry.metrics import Metrics
 from jaxserve.transport.socket_directory import SocketDirectory
 
 LOOPBACK = "127.0.0.1"
@@ -150,8 +149,8 @@ INTERVAL = 5.0  # seconds; Ray's agent collects at this rate
 class MetricExport:
     """Write every sample as a gauge of Serve, which adds deployment and replica as tags. Buckets keep their `le`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._gauges: dict[str, Gauge] = {}
 
     async def run(self) -> None:
@@ -162,7 +161,7 @@ class MetricExport:
 
     def write(self) -> None:
         """Write the current values once."""
-        for family in read_families(self._registry):
+        for family in self._metrics.families():
             for name, labels, value in family["samples"]:
                 if family["name"].startswith("jaxserve:") and not name.endswith("_created"):
                     self._gauge(name, family["text"], labels).set(value, tags=labels)
@@ -221,7 +220,7 @@ class EngineReplica:
             await stack.aclose()
             raise
         if log_engine_metrics:
-            export = MetricExport(self._app.state.server.metrics.registry)
+            export = MetricExport(self._app.state.server.metrics)
             stack.callback(asyncio.create_task(export.run()).cancel)
 
     async def answer(self, request: RelayedRequest) -> Parts:

@@ -20,6 +20,7 @@ from jaxserve.api.http.browser_guard import guarded
 from jaxserve.api.http.errors import ClientDisconnected, as_http_error, send_error
 from jaxserve.api.http.middleware import ADMIN_PATHS, UPLOAD_PATHS, Authentication, BodyLimit
 from jaxserve.api.http.sse import BegunAnswer
+from jaxserve.api.keys import KeyRing
 from jaxserve.config import ServerSection
 from jaxserve.errors import HTTPError, ModelEndedError, NotFoundError
 
@@ -118,7 +119,8 @@ def ingress_app(ask: Ask, section: ServerSection) -> ASGIApp:
     app: ASGIApp = BodyLimit(
         IngressRelay(ask), limits=lambda: limits, held=BodySum([0.0]), timeout=section.body_timeout
     )
-    app = Authentication(app, config=section)
+    key_ring = KeyRing(section)
+    app = Authentication(app, keys=lambda: key_ring, metrics_auth=section.metrics_auth)
     if section.cors_origins:
         return CORSMiddleware(app, allow_origins=section.cors_origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -217,3 +217,12 @@ EARLIER = """
 --num-scheduler-steps --num-speculative-tokens --preemption-mode --rope-scaling --rope-theta --speculative-model
 --swap-space --task --tp --use-v2-block-manager --worker-use-ray -O3
 """.split()
+
+# the usual ones of llama-server, November 2026, without those that the others have too
+LLAMA_SERVER = """
+-m -hf -hfr --hf-repo -c --ctx-size -np --parallel -a --alias -b --batch-size -ctk --cache-type-k -ctv --cache-type-v
+--chat-template-file -ngl --gpu-layers --n-gpu-layers -t --threads -tb --threads-batch -fa --flash-attn --jinja -cb
+--cont-batching --metrics --slots --props --webui --no-webui --no-warmup --mlock --no-mmap -md --model-draft -hfd
+--hf-repo-draft --draft-max --draft-min -mm --mmproj --lora --lora-scaled -sm --split-mode -ts --tensor-split -ot
+--override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe
+""".split()

@@ -231,17 +231,22 @@ def test_a_session_in_a_terminal(server: RunningServer, tmp_path: Path) -> None:
         screen.type('"""What is\n2 + 3?"""\n')
         screen.wait(">>> ")
         screen.type("/image a.png\n")
-        screen.wait("no model that is served takes images")
+        screen.wait("cannot be read")
         screen.type("/set top_p NaN\n/save ~nobody-of-this-name/x\n")
         screen.wait("there is no such user")
         os.write(screen.descriptor, b"a \xff b\n")
         screen.wait("not UTF-8")
         screen.type("/set top_p\n/nope\n")
         screen.wait("no command /nope")
-        screen.type("/set temperature hot\n")
-        screen.wait(">>> ")
-        screen.type("hello\n")
-        screen.wait("temperature")
+        for wrong, why in (
+            ("temperature hot", "valid number"),
+            ("temperature 9", "less than or equal to 2"),
+            ("max_tokens 0", "greater than or equal to 1"),
+            ("temprature 0.5", "did you mean temperature"),
+        ):
+            screen.type(f"/set {wrong}\n")
+            screen.wait(why)
+            screen.wait(">>> ")
         screen.type("/set temperature 0\n/system Be brief.\n")
         screen.type(f"/save {saved}\n/clear\n/load {saved}\n")
         screen.type("/system\n")

@@ -11,7 +11,7 @@ from jaxserve.cli.foreign_flags import ROWS, Key, NoEffect, Refused
 from jaxserve.cli.options import find_flag, key_flags, load_config, parse_flags
 from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
-from tests.cli.peer_flags import EARLIER, SGLANG, VLLM
+from tests.cli.peer_flags import EARLIER, LLAMA_SERVER, SGLANG, VLLM
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,7 +21,9 @@ def taken(*words: str) -> tuple[Config, list[str]]:
     return load_config(words, {}, notice=notices.append), notices
 
 
-@pytest.mark.parametrize("names", [VLLM, SGLANG, EARLIER], ids=["vllm", "sglang", "earlier"])
+@pytest.mark.parametrize(
+    "names", [VLLM, SGLANG, EARLIER, LLAMA_SERVER], ids=["vllm", "sglang", "earlier", "llama-server"]
+)
 def test_every_flag_has_an_answer(names: list[str]) -> None:
     assert len(names) > 30
     for name in names:
@@ -48,7 +50,7 @@ def test_no_flag_has_two_answers() -> None:
 
 def test_no_row_is_of_no_use() -> None:
     """A name of the table is a flag of one of the lists, or the beginning of some."""
-    known = {*VLLM, *SGLANG, *EARLIER}
+    known = {*VLLM, *SGLANG, *EARLIER, *LLAMA_SERVER}
     for row, answer in ROWS:
         for name in row.split():
             if name.endswith("*"):
@@ -102,6 +104,19 @@ def test_no_row_is_of_no_use() -> None:
         ("--enforce-eager DIR", "model.path", "DIR"),
         ("--cuda-graph-max-bs 256 DIR", "model.path", "DIR"),
         ("DIR --model DIR", "model.path", "DIR"),
+        ("--speculative-algorithm NGRAM", "speculation.method", "ngram"),
+        (
+            "--speculative-algorithm STANDALONE --speculative-draft-model-path D --speculative-num-steps 3",
+            "speculation.draft_model",
+            "D",
+        ),
+        ("--language-model-only", "media.max_items", 0),
+        ('--limit-mm-per-prompt {"image":2}', "media.max_items", 2),
+        (
+            '--speculative-config {"method":"draft_model","model":"D","num_speculative_tokens":3}',
+            "speculation.max_drafts",
+            3,
+        ),
     ],
 )
 def test_a_flag_is_taken(words: str, key: str, value: object) -> None:
@@ -131,7 +146,13 @@ def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:
     ("words", "message", "fix"),
     [
         ("--enable-lora", "--enable-lora is no flag of jaxserve", "merge the adapter"),
-        ("--speculative-config {}", "--speculative-config is no flag", "write --speculation.method ngram"),
+        ("--speculative-config {}", "{} should be a JSON object", "some of method, model"),
+        ('--speculative-config {"method":"eagle3","model":"DIR"}', "speculation.method", None),
+        ('--speculative-config {"quantization":"fp8"}', "the field quantization is not served", "leave it out"),
+        ("--speculative-algorithm EAGLE3", "speculation.method", None),
+        ("--speculative-algorithm STANDALONE", "needs speculation.draft_model", None),
+        ("--speculative-eagle-topk 4", "--speculative-eagle-topk 4 is not served", "leave it out"),
+        ("--speculative-token-map FILE", "--speculative-token-map is no flag", "write --speculation.method ngram"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 is not served", "write --mesh.tensor N"),
         ("--quantization bitsandbytes", "model.quantization", None),
         ("--nnodes 2 --node-rank 2", "mesh.host_rank: there are 2 hosts, from 0 to 1", None),

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import logging
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from jaxserve.cli import main
+from jaxserve.cli import http_server, main
 from jaxserve.cli.http_server import REPEATED, bind, check_certificates, on_signals
 from jaxserve.cli.launch import Launch
 from jaxserve.client import supervisor
@@ -78,8 +79,16 @@ def test_an_end_that_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("running", [False, True])
 def test_signals_drain_and_say_so(
-    number: signal.Signals, running: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    running: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """SIGHUP of a terminal that has closed does, too."""
+    terminal = iter([True])
+    monkeypatch.setattr(http_server, "_has_terminal", lambda: next(terminal, False))
+
     async def work(launch: Launch, link: HandLink) -> None:
         launch.handle_signals()
         answers = [asyncio.create_task(read(launch))] if running else []
@@ -137,6 +146,56 @@ main(["launch", "--store.path", "null"])
         command = [sys.executable, "-c", script, module]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0 and done.stderr.endswith("jaxserve: SIGTERM: stopping\n"), done
+
+
+KEYED: dict[str, Any] = {"keys": [{"name": "a", "value": "first", "tokens_per_minute": 600}], "port": 0}
+
+
+def test_sighup_reads_keys_and_limits_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a key has used stays. What needs a restart is named, and a configuration that is wrong changes nothing."""
+    caplog.set_level(logging.INFO)
+    path = {"store": {"path": str(tmp_path)}}
+    other = {**KEYED, "keys": [KEYED["keys"][0] | {"tokens_per_minute": 1200}, {"name": "b", "value": "second"}]}
+    readings: list[Config | ConfigError] = [
+        Config().replace(server={**other, "request_timeout": 5, "max_body_bytes": 2048}, **path),
+        ConfigError("server.keys: a bad key"),
+        Config().replace(server={"port": 0}, **path),
+    ]
+
+    def reread() -> Config:
+        found = readings.pop(0)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    async def work(launch: Launch, link: HandLink) -> None:
+        async with httpx2.AsyncClient(base_url=launch.url) as client:
+
+            async def status(key: str) -> int:
+                return (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code
+
+            assert (await status("first"), await status("second")) == (200, 401)
+            usage = launch._app.state.server.key_usages.of("a")
+            usage.begin(1, 7)
+            launch.handle_signals(reread)
+            for left, line in ((2, "changed: server.keys"), (1, "a bad key"), (0, "whether clients need a key cannot")):
+                os.kill(os.getpid(), signal.SIGHUP)
+                while len(readings) > left:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)
+                assert any(line in each.message for each in caplog.records), caplog.text
+                assert (await status("first"), await status("second")) == (200, 200)
+            headers = usage.headers()
+            assert headers["x-ratelimit-limit-tokens"] == "1200" and usage.prompt_tokens == 7
+            assert launch._app.state.server.config.server.request_timeout == 5
+        launch.stop()
+
+    assert serve(tmp_path, work, **KEYED) == 0
+    taken, wrong, refused = [each for each in caplog.records if "SIGHUP" in each.message]
+    assert taken.message == (
+        "SIGHUP: changed: server.keys, server.request_timeout; these need a restart: server.max_body_bytes"
+    )
+    assert wrong.levelno == refused.levelno == logging.ERROR
 
 
 def test_a_background_response_outlives_a_drain_that_takes_too_long(tmp_path: Path) -> None:

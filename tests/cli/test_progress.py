@@ -71,8 +71,13 @@ def test_the_curl_line_can_be_copied(info: EngineInfo, name: str) -> None:
 
 
 def test_a_model_with_windows(info: EngineInfo) -> None:
-    plan = info.memory_plan | {"window": 512, "num_window_pages": 70}
+    plan = info.memory_plan | {"groups": [{"kind": "window", "tokens": 512, "num_pages": 70}]}
     assert "; 70 pages for windows of 512" in card_of(msgspec.structs.replace(info, memory_plan=plan))
+
+
+def test_where_drafts_come_from(info: EngineInfo) -> None:
+    assert "drafts" not in card_of(info)
+    assert "\ndrafts      small, at most 4" in card_of(msgspec.structs.replace(info, drafter="small, at most 4"))
 
 
 def test_several_devices(info: EngineInfo) -> None:

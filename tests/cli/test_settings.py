@@ -248,7 +248,7 @@ def test_an_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]
     assert main(["config", "validate", "--speculative-config", "{}"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "leave it out" in error
+    assert "should be a JSON object" in error
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
