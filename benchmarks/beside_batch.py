@@ -137,7 +137,9 @@ class Phases:
         """Return the seconds of online requests by stage; NaN if the server has no such metric."""
         headers = {"Authorization": f"Bearer {self.target.api_key}"} if self.target.api_key else {}
         text = httpx2.get(f"{self.target.base_url}/metrics", headers=headers).text
-        found = {name: re.search(rf"^{metric}_sum ([0-9.e+-]+)$", text, re.M) for name, metric in _STAGES.items()}
+        found = {
+            name: re.search(rf"^{metric}_sum(?:{{.*}})? ([0-9.e+-]+)$", text, re.M) for name, metric in _STAGES.items()
+        }
         return {name: float(match[1]) if match else float("nan") for name, match in found.items()}
 
     @contextlib.contextmanager

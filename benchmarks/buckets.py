@@ -15,6 +15,7 @@ import jax
 
 from jaxserve.config import Config
 from jaxserve.engine.factory import load, locate
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.runtime.compilation.compiler import Program, WarmUp
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
@@ -39,6 +40,10 @@ class Timing:
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
         """Do nothing."""
 
+    def discard(self) -> list[str]:
+        """Return no names: nothing was loaded."""
+        return []
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -47,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     config = Config.of(options.model, compile_cache=None, wait_for_programs=True)
     mesh = make_mesh("cpu")
-    loaded = load(config, locate(config), mesh, lambda message: None)
+    loaded = load(config, ModelFiles.open(locate(config)), mesh, lambda message: None)
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
     timing = Timing(options.threads)
     began, spent = time.perf_counter(), time.process_time()

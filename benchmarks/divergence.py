@@ -1,6 +1,6 @@
 """Measure how far quantised weights move a model's distributions, beside the change of perplexity.
 
-    python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4] [--rounded]
+    python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4 nvfp4 mxfp4] [--rounded]
 
 --rounded: with the products of `runtime.activations: rounded`, also for bfloat16 weights.
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--stories", type=int, default=300)
-    parser.add_argument("--forms", nargs="+", default=["int8", "fp8", "int4"])
+    parser.add_argument("--forms", nargs="+", default=["int8", "fp8", "int4", "nvfp4", "mxfp4"])
     parser.add_argument("--rounded", action="store_true")
     options = parser.parse_args()
     config, windows = read_config(options.model), stories(options.model, options.stories)

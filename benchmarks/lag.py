@@ -147,7 +147,7 @@ class Clients:
         """Return the server's count of engine restarts; None if it does not answer."""
         with contextlib.suppress(httpx2.HTTPError):
             if found := re.search(
-                r"^jaxserve:engine_restarts_total (\S+)", httpx2.get(f"{self._url}/metrics").text, re.M
+                r"^jaxserve:engine_restarts_total(?:{.*})? (\S+)", httpx2.get(f"{self._url}/metrics").text, re.M
             ):
                 return float(found[1])
         return None

@@ -26,6 +26,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"model": {"quantization": "int8"}},
     "fp8": {"model": {"quantization": "fp8"}},
     "int4": {"model": {"quantization": "int4"}},
+    "nvfp4": {"model": {"quantization": "nvfp4"}},
+    "mxfp4": {"model": {"quantization": "mxfp4"}},
     "KV int8": {"model": {"dtype": "float32"}, "cache": {"dtype": "int8"}},
     "KV fp8": {"model": {"dtype": "float32"}, "cache": {"dtype": "fp8"}},
 }

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.scheduling import GroupSizes, Reach, SchedulerConfig
 from jaxserve.types.step import Request, SampledTokens, SchedulerOutput
 
 ROWS = (1, 16, 64, 256, 1024, 2048)
@@ -61,8 +61,7 @@ def decoding_scheduler(num_rows: int, num_steps: int, window: int | None) -> Sch
         max_num_seqs=num_rows,
         max_num_batched_tokens=num_rows + _PROMPT * max(1, num_rows // 4),
         max_model_len=length,
-        window=window,
-        num_window_pages=num_rows * (length // _PAGE_SIZE + 2),
+        groups=() if window is None else (GroupSizes(Reach("window", window), num_rows * (length // _PAGE_SIZE + 2)),),
     )
     scheduler = Scheduler(config, (_EOS,))
     for i in range(num_rows):

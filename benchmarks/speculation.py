@@ -11,6 +11,13 @@ json    records of which one value each was changed; the prompt has them as they
 extract records as JSON; the prompt has their values, a line of text each
 prose   a document; the prompt has another one
 wrong   as edit, with a drafter whose drafts are never right
+
+A draft model guesses nothing of a recorded text, so with one the model writes its own:
+
+    python -m benchmarks.speculation MODEL_DIR --draft-model DIR --prompts FILE [--rows 1 8] [--tokens 400] [--rounds 2]
+
+FILE has a prompt in each line. Three engines in one process write them greedily by turns: without drafts, with n-grams,
+and with the draft model.
 """
 
 from __future__ import annotations
@@ -220,6 +227,68 @@ def run(core: EngineCore, drafter: Drafter | None, numbered: list[tuple[int, Tex
     return seconds, engine.scheduler.stats().drafts or DraftCounters()
 
 
+# --- a model's own text
+
+
+def write(core: EngineCore, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+    """Write at most `num_tokens` tokens after each prompt -> (seconds, outputs). All prompts are there at once."""
+    core.flush_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    made: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    began = time.perf_counter()
+    for name, prompt in zip(made, prompts, strict=True):
+        core.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params))
+    while core.has_work:
+        for each in core.step():
+            made[each.request_id] += each.token_ids
+    return time.perf_counter() - began, list(made.values())
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Print a line for each way to guess and each number of rows: the fastest of the rounds."""
+    tokenizer = Tokenizer.from_directory(options.directory)
+    prompts = [tokenizer.encode(line) for line in options.prompts.read_text().splitlines()]
+    ways: dict[str, dict[str, str]] = {
+        "none": {},
+        "n-grams": {"method": "ngram"},
+        "draft model": {"method": "draft_model", "draft_model": str(options.draft_model)},
+    }
+    cores: dict[str, EngineCore] = {}
+    for way, keys in ways.items():
+        config = Config.of(str(options.directory), max_num_seqs=max(8, *options.rows), **keys)
+        cores[way] = core = build_engine(config, lambda message: None).core
+        times = core.scheduler.config.step_times
+        each = ", ".join(f"{rows} rows {1000 * seconds:.2f}" for rows, seconds in times.draft.items())
+        print(
+            f"{way}: a step of one row takes {1000 * times.decode_seconds(1):.2f} ms, with drafts {costs(times)}",
+            end="",
+        )
+        print(f"; proposing drafts takes, in ms: {each}" if each else "", flush=True)
+    for rows in options.rows:
+        groups = [prompts[i : i + rows] for i in range(0, len(prompts) - rows + 1, rows)]
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        outputs: dict[str, list[list[int]]] = {}
+        counts: dict[str, tuple[int, int]] = {}
+        for _ in range(options.rounds):
+            for way, core in cores.items():
+                before = core.scheduler.stats().drafts or DraftCounters()
+                runs = [write(core, group, options.tokens) for group in groups]
+                after = core.scheduler.stats().drafts or DraftCounters()
+                seconds[way].append(sum(taken for taken, _ in runs))
+                outputs[way] = [output for _, made in runs for output in made]
+                accepted = after.num_accepted_tokens - before.num_accepted_tokens
+                counts[way] = accepted, after.num_draft_tokens - before.num_draft_tokens
+        num_tokens, fastest = sum(map(len, outputs["none"])), {way: min(taken) for way, taken in seconds.items()}
+        for way, (accepted, drafts) in counts.items():
+            same = sum(map(list.__eq__, outputs[way], outputs["none"]))
+            print(
+                f"{way:12} {rows:3} rows: {num_tokens / fastest[way]:7.1f} tokens/s "
+                f"(x{fastest['none'] / fastest[way]:.2f}); {accepted} of {drafts} drafts accepted; "
+                f"{same} of {len(outputs[way])} texts as without; load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+
+
 def costs(times: StepTimes) -> str:
     """Return what a step with drafts costs, as measured at the start: by tokens, against one row without drafts."""
     one = times.decode_seconds(1)
@@ -235,7 +304,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", default=["edit", "json", "extract", "prose", "wrong"])
+    parser.add_argument("--draft-model", type=Path)
+    parser.add_argument("--prompts", type=Path, help="with --draft-model")
     options = parser.parse_args()
+    if (options.draft_model is None) != (options.prompts is None):
+        parser.error("--draft-model and --prompts go together")
+    if options.draft_model is not None:
+        return compare(options)
     tokenizer, most = Tokenizer.from_directory(options.directory), max(options.rows)
     count = max(most, options.texts)
     every = {kind: texts(kind, count, options.tokens, tokenizer) for kind in options.kinds}

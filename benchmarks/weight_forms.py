@@ -14,6 +14,7 @@ import argparse
 import functools
 import os
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,17 +39,19 @@ def weights(form: str) -> list[jax.Array] | list[Quantized]:
     return [Quantized(values, scales, jnp.full_like(scales, MIDDLE) if zeros else None) for values, scales in leaves]
 
 
-FORMS = ("float32", "bfloat16", "int8", "fp8", "int4", "Q6_K", "Q4_K")
+FORMS = ("float32", "bfloat16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "Q6_K", "Q4_K")
 HELD = {  # kind, group, and whether there are zeros
     "int8": ("int8", 128, False),
     "fp8": ("fp8", 128, False),
     "int4": ("int4", 32, False),
+    "nvfp4": ("nvfp4", 16, False),
+    "mxfp4": ("mxfp4", 32, False),
     "Q6_K": ("int8", 16, False),
     "Q4_K": ("int4", 32, True),
 }
 
 
-def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
+def milliseconds(rows: int, turns: int, forms: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the time of all products with x [rows, K], for each form [turns]."""
     x = jax.random.normal(jax.random.key(0), (rows, SHAPE[1]), jnp.float32)
 
@@ -58,9 +61,9 @@ def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
         product = Products(native=True, rounded="cpu" if rounded else None)
         return [product(x, w) for w in ws]
 
-    held = {form: weights(form) for form in FORMS}
-    cases = {form: (form, False) for form in FORMS}
-    cases |= {f"{form} rounded": (form, True) for form in FORMS if native.rounds(held[form][0])}
+    held = {form: weights(form) for form in forms}
+    cases = {form: (form, False) for form in forms}
+    cases |= {f"{form} rounded": (form, True) for form in forms if native.rounds(held[form][0])}
     times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(turns + 1):
         for name, (form, rounded) in cases.items():
@@ -75,13 +78,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="the ratios are to the first")
     options = parser.parse_args()
     native.load()
     print(f"{COUNT} weights of {SHAPE}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
     for rows in options.rows:
-        times = milliseconds(rows, options.turns)
+        times = milliseconds(rows, options.turns, options.forms)
         for form, found in times.items():
-            ratio = np.median(times["float32"] / found)
+            ratio = np.median(times[options.forms[0]] / found)
             print(f"{rows:4d} rows  {form:16s} {np.median(found):8.2f} ms  best {found.min():8.2f}  x {ratio:.2f}")
 
 

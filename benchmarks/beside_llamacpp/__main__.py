@@ -1,4 +1,4 @@
-r"""Measure the engine beside llama.cpp on this CPU: the same weights in four forms, closed batches, by turns.
+r"""Measure the engine beside llama.cpp on this CPU: the same weights in each form, closed batches, by turns.
 
     python -m venv PEER && CMAKE_ARGS=-DGGML_NATIVE=ON PEER/bin/pip install llama-cpp-python gguf safetensors
     python -m benchmarks.make_model DIR
@@ -7,8 +7,8 @@ r"""Measure the engine beside llama.cpp on this CPU: the same weights in four fo
 Every prompt has 128 random tokens and every answer 64; all of a batch are there at the beginning. llama.cpp computes
 one prompt after the other and then decodes all rows together, on all cores. Each round runs all sides in processes of
 their own, one after the other, and each takes the best of its tries. Ours runs with `runtime.activations` exact and
-rounded; in float32 there is only exact. Our keys and values are float32 unless --cache is bfloat16; llama.cpp's are
-float16. Prints output tokens a second and the ratios to llama.cpp.
+rounded; in float32 and FP4 there is only exact. NVFP4 and MXFP4 are measured beside Q4_0. Our keys and values are
+float32 unless --cache is bfloat16; llama.cpp's are float16. Prints output tokens a second and the ratios to llama.cpp.
 
 --avx2 compares both without AVX-512 on a processor that has it: our kernels are compiled for x86-64-v3, and XLA's code
 is limited to AVX2. llama.cpp is built so:
@@ -39,17 +39,25 @@ FORMS = {  # llama.cpp's and ours: model.dtype, model.quantization
     "BF16": ("bfloat16", "none"),
     "Q8_0": ("bfloat16", "int8"),
     "Q4_0": ("bfloat16", "int4"),
+    "NVFP4": ("bfloat16", "nvfp4"),
+    "MXFP4": ("bfloat16", "mxfp4"),
 }
+_EXACT = ("F32", "NVFP4", "MXFP4")  # activations are never rounded
+
+
+def peer_form(form: str) -> str:
+    """Return llama.cpp's form that one of ours is measured beside."""
+    return "Q4_0" if form in ("NVFP4", "MXFP4") else form
 
 
 def engine_of(model: str, form: str, rows: int, products: str, cache: str) -> Engine:
-    """Return our side for up to `rows` requests. F32 has exact products only."""
+    """Return our side for up to `rows` requests."""
     dtype, quantization = FORMS[form]
     tree = {
         "model": {"path": model, "dtype": dtype, "quantization": quantization},
         "cache": {"dtype": cache},
         "scheduler": {"max_num_seqs": rows},
-        "runtime": {"activations": "exact" if form == "F32" else products},
+        "runtime": {"activations": "exact" if form in _EXACT else products},
     }
     return Engine(config=Config.parse(tree))
 
@@ -101,8 +109,9 @@ def main() -> None:
         directory = options.files or temporary
         if options.avx2:
             os.environ |= without_avx512(Path(temporary))
-        if not all(Path(directory, f"model-{form}.gguf").exists() for form in options.forms):
-            subprocess.run([options.peer, str(_PEER), "make", options.model, directory], check=True)
+        wanted = {peer_form(form) for form in options.forms}
+        if missing := [form for form in sorted(wanted) if not Path(directory, f"model-{form}.gguf").exists()]:
+            subprocess.run([options.peer, str(_PEER), "make", options.model, directory, *missing], check=True)
         for form in options.forms:
             for number in range(options.rounds):
                 _round(options, form, number, directory)
@@ -113,10 +122,10 @@ def _round(options: argparse.Namespace, form: str, number: int, directory: str) 
     rows, tries = list(map(str, options.rows)), str(options.tries)
     mine = [sys.executable, "-m", "benchmarks.beside_llamacpp", options.model, "--only", form, "--rows", *rows]
     mine += ["--tries", tries, "--cache", options.cache, "--products"]
-    names = [name for name in options.products if name == "exact" or form != "F32"]
+    names = [name for name in options.products if name == "exact" or form not in _EXACT]
     own = {name: list(map(float, _said([*mine, name])[-len(rows) :])) for name in names}
     for index, count in enumerate(options.rows):
-        file = f"{directory}/model-{form}.gguf"
+        file = f"{directory}/model-{peer_form(form)}.gguf"
         said = _said([options.peer, str(_PEER), "run", file, rows[index], str(PROMPT), str(OUTPUT), tries])
         times = [json.loads(line) for line in said]
         other = count * OUTPUT / min(map(sum, times))

@@ -1,6 +1,6 @@
 """llama.cpp's side: make GGUF files of a Llama, and run closed batches. It runs in an environment of its own.
 
-    python peer.py make MODEL_DIR GGUF_DIR
+    python peer.py make MODEL_DIR GGUF_DIR FORM ...
     python peer.py run GGUF_FILE ROWS PROMPT_TOKENS OUTPUT_TOKENS ROUNDS
 
 `run` prints, for each round, the seconds of all prompts and of all decode steps as JSON lines. It calls the C
@@ -19,11 +19,12 @@ import gguf
 import llama_cpp as llama
 from safetensors import numpy as safetensors
 
-FORMS = ("F32", "BF16", "Q8_0", "Q4_0")
 
+def make(model: Path, out: Path, forms: list[str]) -> None:
+    """Write model-FORM.gguf for each form: F32, BF16, Q8_0 or Q4_0.
 
-def make(model: Path, out: Path) -> None:
-    """Write model-FORM.gguf for each form. Heads of q and k are interleaved, as llama.cpp's rotary embedding wants."""
+    Heads of q and k are interleaved, as llama.cpp's rotary embedding wants.
+    """
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     weights = {}
@@ -40,7 +41,7 @@ def make(model: Path, out: Path) -> None:
         "model.norm.weight": "output_norm.weight",
         "lm_head.weight": "output.weight",
     }
-    for form in FORMS:
+    for form in forms:
         kind = gguf.GGMLQuantizationType[form]
         writer = gguf.GGUFWriter(out / f"model-{form}.gguf", "llama")
         writer.add_context_length(config["max_position_embeddings"])
@@ -112,6 +113,6 @@ def run(file: str, rows: int, prompt_tokens: int, output_tokens: int, rounds: in
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":
-        make(Path(sys.argv[2]), Path(sys.argv[3]))
+        make(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
     else:
         run(sys.argv[2], *(int(word) for word in sys.argv[3:]))

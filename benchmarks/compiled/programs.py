@@ -35,6 +35,12 @@ FAMILIES = (
     "gpt-oss-120b",
     "DeepSeek-V3",
 )
+# Models whose layers are of other kinds than those above, with the keys that leave one layer of each of their kinds
+KINDS: dict[str, dict[str, Any]] = {
+    "Gemma-4-31B": {},  # a window, then heads of 512 whose V is K
+    "Llama-4-Scout": {"no_rope_layers": [1, 0]},  # chunks, then all tokens without positions
+    "MiMo-V2-Flash": {"hybrid_layer_pattern": [0, 1]},  # heads by layer, V narrower than K, sinks in windows
+}
 # quantization_config of checkpoints that were made for activations of 8 bits
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _BFLOAT16 = jnp.dtype("bfloat16")
@@ -57,7 +63,7 @@ def make_set(
     products: as runtime.activations.
     """
     sizes = {"num_hidden_layers": layers, "first_k_dense_replace": max(0, layers - 2)}
-    hf: dict[str, Any] = PUBLISHED[name].hf | sizes
+    hf: dict[str, Any] = PUBLISHED[name].hf | sizes | KINDS.get(name, {})
     if isinstance(weights, dict):
         hf["quantization_config"], weights = weights, "stored"
     if "layer_types" in hf:
@@ -78,7 +84,7 @@ def make_set(
         num_pages=_PAGES,
     )
     setup = RunnerSetup.of(LoadedModel(structure, leaves, Path(), 0, 0.0), config, target)
-    return setup.program_set((_PAGES, _PAGES // 2), config.max_model_len)
+    return setup.program_set((_PAGES, *(_PAGES // 2 for _ in setup.groups)), config.max_model_len)
 
 
 def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
@@ -98,13 +104,16 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for weights in ("int8", "int4", "fp8"):
         few = make_set(LLAMA, target, weights=weights)
         yield from _named(f"{LLAMA} in {weights}", few.decode(1), few.decode(128), few.extend(2048))
+    nvfp4 = make_set(LLAMA, target, weights="nvfp4")
+    yield from _named(f"{LLAMA} in nvfp4", nvfp4.decode(1), nvfp4.decode(128))
+    yield from _named("Qwen3-30B-A3B in nvfp4", make_set("Qwen3-30B-A3B", target, weights="nvfp4").decode(64))
     mxfp4 = make_set("gpt-oss-120b", target, weights={"quant_method": "mxfp4"})
     yield from _named("gpt-oss-120b in mxfp4", mxfp4.decode(64), mxfp4.extend(512))
     for form, config in (("W8A8", w8a8("int8")), ("FP8 of rows", w8a8("fp8")), ("FP8 in blocks", FP8_BLOCKS)):
         for products in ("exact", "rounded"):
             made = make_set(LLAMA, target, weights=config, products=products)
             yield from _named(f"{LLAMA} {form} {products}", made.decode(512), made.extend(2048))
-    for name in FAMILIES:
+    for name in (*FAMILIES, *KINDS):
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))
 
@@ -138,7 +147,8 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
         yield from _named(f"{LLAMA} W8A8 {products}", made.extend(2048))
     yield from _named(f"{LLAMA} in int4", make_set(LLAMA, target, attention="tpu", weights="int4").decode(64))
     yield from _named(f"{LLAMA} with int8 pages", make_set(LLAMA, target, attention="tpu", pages="int8").decode(64))
-    for weights in ("int8", "int4"):
+    yield from _named(f"{LLAMA} in nvfp4", make_set(LLAMA, target, attention="tpu", weights="nvfp4").decode(64))
+    for weights in ("int8", "int4", "nvfp4"):
         experts = make_set("Qwen3-30B-A3B", target, attention="tpu", weights=weights)
         yield from _named(f"Qwen3-30B-A3B in {weights}", experts.decode(64))
     mxfp4 = make_set("gpt-oss-120b", target, attention="tpu", weights={"quant_method": "mxfp4"})

@@ -68,7 +68,7 @@ class StepBench:
         )
         self._setup = setup = RunnerSetup.of(loaded, config, mesh)
         self._buckets, self._num_slots = setup.buckets, config.max_num_seqs
-        self._num_pages = (sizes["num_pages"], sizes["num_pages"] if setup.window else 0)
+        self._num_pages = (sizes["num_pages"],) * setup.steps.num_groups
         self._programs = setup.program_set(self._num_pages, config.max_model_len)
         self._leaves = loaded.leaves
         self._fixed_bytes, self._expert_bytes = _weight_bytes(loaded)
@@ -215,7 +215,7 @@ class StepBench:
         read = 0.0
         for layer, pages in zip(self._setup.layers, self._caches, strict=True):
             of_token = sum(leaf.nbytes for leaf in jax.tree.leaves(pages)) / (self._num_pages[layer.group] * PAGE)
-            seen = min(context, self._setup.window or context) if layer.group else context
+            seen = min(context, self._setup.groups[layer.group - 1].tokens) if layer.group else context
             read += rows * seen * of_token
         return machine.floor(self._weights_read(rows), products) + read / machine.bandwidth
 
