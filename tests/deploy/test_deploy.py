@@ -111,6 +111,34 @@ def test_selectors_select() -> None:
     }
 
 
+def test_the_network_is_open_for_what_the_pods_need() -> None:
+    [policy] = of_kind("NetworkPolicy")
+    [kustomization] = documents(KUBERNETES / "base" / "kustomization.yaml")
+    assert policy["spec"]["podSelector"]["matchLabels"] == kustomization["labels"][0]["pairs"]
+    [rule] = policy["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [port["name"] for port in pod()["containers"][0]["ports"]]
+    assert {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]} == {53, 443}
+
+
+def test_every_pod_has_shared_memory_and_a_cache_that_is_no_empty_directory() -> None:
+    """Everybody may write an emptyDir, so no compiled programs are kept there."""
+    specs = [pod()]
+    for path in (*(KUBERNETES / "leaderworkerset").glob("*.yaml"), KUBERNETES / "ray" / "rayservice.yaml"):
+        spec = documents(path)[0]["spec"]
+        if "rayClusterConfig" in spec:
+            specs += [group["template"]["spec"] for group in spec["rayClusterConfig"]["workerGroupSpecs"]]
+        else:
+            specs.append(spec["leaderWorkerTemplate"]["workerTemplate"]["spec"])
+    assert len(specs) == 4
+    for spec in specs:
+        mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+        assert (mounts["shm"], mounts["cache"]) == ("/dev/shm", "/var/cache/jaxserve")
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+        assert "cache" not in volumes or "ephemeral" in volumes["cache"]
+        assert spec["securityContext"]["fsGroup"] == 10001
+
+
 @pytest.mark.parametrize("path", sorted(KUBERNETES.rglob("kustomization.yaml")), ids=lambda path: path.parent.name)
 def test_a_kustomization_names_files_that_are_there(path: Path) -> None:
     [said] = documents(path)
