@@ -1,1 +1,1 @@
-"""Write the pages of docs/ that are made from the code: `python -m docgen.routes > docs/routes.md`."""
+"""Write the pages of docs/ that are made from the code: `python -m docgen.errors > docs/errors.md`."""

@@ -39,7 +39,7 @@ JAXSERVE_MODEL__PATH=./my-checkpoint JAXSERVE_SCHEDULER__MAX_NUM_SEQS=64 jaxserv
 
 An unknown key, flag or `JAXSERVE_*` variable is refused with a suggestion. `jaxserve config show` prints the whole
 configuration without secrets, `jaxserve config validate FILE` checks a file, and `jaxserve config schema` prints a JSON
-Schema for editors. Flags of vLLM and SGLang: [flags.md](flags.md).
+Schema for editors. Flags of vLLM, SGLang and llama-server: [flags.md](flags.md).
 """
 _COLUMNS = "| key | type | default | environment variable | flag | meaning |\n|---|---|---|---|---|---|"
 _ENTRIES = {"server.keys": ApiKey, "models.served": ModelEntry}

@@ -1,11 +1,10 @@
-"""Write docs/fields.md: what becomes of every known field of every API.
+"""Write docs/fields.md and docs/fields_of_others.md: what becomes of every known field of every API.
 
-python -m docgen.fields > docs/fields.md
+python -m docgen.fields
 """
 
 from __future__ import annotations
 
-import sys
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -93,16 +92,26 @@ def listed() -> list[tuple[str, str]]:
     return [(api, path) for line in lines for api, path in [line.split("\t")]]
 
 
-def reference() -> str:
-    """Return the page: first what holds on every route, then each route's own fields."""
-    sections = [_HEAD, "## Every route\n", *_tables(Body, EVERYWHERE.refused.keys() | EVERYWHERE.ignored)]
+def reference() -> dict[str, str]:
+    """Return {file below docs/: page}: what holds on every route with OpenAI's routes, and the other APIs' routes."""
+    everywhere = ["## Every route\n", *_tables(Body, EVERYWHERE.refused.keys() | EVERYWHERE.ignored)]
+    first = list(APIS).index("messages")  # a page for all would have more than 30 KB
+    return {
+        "fields.md": "\n".join([_HEAD, *everywhere, *_sections(list(APIS)[:first])]),
+        "fields_of_others.md": "\n".join([_HEAD_OF_OTHERS, *_sections(list(APIS)[first:])]),
+    }
+
+
+def _sections(apis: Iterable[str]) -> Iterator[str]:
+    """Yield each route's own fields."""
     paths = listed()
-    for api, (route, model) in APIS.items():
+    for api in apis:
+        route, model = APIS[api]
         known = {path for each, path in paths if each == api}
         known |= model.model_fields.keys() | model.known.refused.keys() | model.known.ignored | model.known.dropped
         everywhere = (EVERYWHERE.refused.keys() | EVERYWHERE.ignored) - model.model_fields.keys()
-        sections += [f"## `{route}`\n", *_tables(model, known - everywhere)]
-    return "\n".join(sections)
+        yield f"## `{route}`\n"
+        yield from _tables(model, known - everywhere)
 
 
 def _tables(model: type[Body], paths: Iterable[str]) -> Iterator[str]:
@@ -125,9 +134,17 @@ Made by `python -m docgen.fields`; a test holds it to the code. Every field of t
 and of SGLang, vLLM, llama.cpp, TGI and others, is one of three things on each route: served ([routes.md](routes.md)
 has its type and limits), harmless to ignore, or refused with a 400 that names it, because without it the request would
 mean something else. A refused field that is null, false, empty or has its neutral value is accepted. A field that is
-not here has no effect and is logged once.
+not here has no effect and is logged once. The routes of Anthropic, Ollama and SGLang, and those that score and rank,
+are on [a page of their own](fields_of_others.md).
+"""
+
+_HEAD_OF_OTHERS = """# Known fields of other APIs
+
+Made by `python -m docgen.fields`; a test holds it to the code. What holds on every route, and what served, harmless
+and refused mean, is in [fields.md](fields.md).
 """
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    for name, page in reference().items():
+        (LIST.parents[2] / "docs" / name).write_text(page, "utf-8")

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 from jaxserve.cli.foreign_flags import ROWS, Answer, Key, NoEffect, Refused
 
-_HEAD = """# Flags of vLLM and SGLang
+_HEAD = """# Flags of vLLM, SGLang and llama-server
 
 Made by `python -m docgen.flags`; a test holds it to the code.
 
-`jaxserve launch` (or `serve`) knows the launch flags of vLLM 0.32 and SGLang 0.5.23. Each is in one of the three tables
-below. A flag is spelled with `-` or `_`, as `--flag value` or `--flag=value`; `--no-flag` is the opposite of a switch.
-In the tables `*` stands for all flags with this beginning. jaxserve's own keys: [configuration.md](configuration.md).
+`jaxserve launch` (or `serve`) knows the launch flags of vLLM 0.32 and SGLang 0.5.23, and the usual ones of
+llama-server. Each is in one of the three tables below. A flag is spelled with `-` or `_`, as `--flag value` or
+`--flag=value`; `--no-flag` is the opposite of a switch. In the tables `*` stands for all flags with this beginning.
+jaxserve's own keys: [configuration.md](configuration.md). What else differs: [coming_from.md](coming_from.md).
 """
 _TAKEN = """
 ## Flags that set a key
@@ -64,6 +65,8 @@ def _cells(answer: Answer) -> str:
     values += [f"`{theirs}` is `{ours}`" for theirs, ours in answer.words.items()]
     values += [f"any other word is `{answer.others}`"] if answer.others is not None else []
     values += [answer.note] if answer.note else []
+    if answer.fields:
+        return f"`speculation.*` | a JSON object with {', '.join(f'`{name}`' for name in answer.fields)}"
     return f"`{answer.key}` | {', '.join(values)}"
 
 

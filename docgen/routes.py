@@ -1,11 +1,12 @@
-"""Write docs/routes.md from the models that validate requests.
+"""Write docs/routes.md and a page for each API in docs/routes/ from the models that validate requests.
 
-python -m docgen.routes > docs/routes.md
+python -m docgen.routes
 """
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
+from textwrap import dedent
 
 from pydantic import BaseModel
 
@@ -89,6 +90,7 @@ from jaxserve.api.scoring.protocol import (
     ScoreRequest,
 )
 from jaxserve.api.sessions import CloseSessionRequest, OpenSessionRequest
+from jaxserve.api.sglang import adapters
 from jaxserve.api.sglang.protocol import (
     AbortRequest,
     ContinueRequest,
@@ -107,7 +109,18 @@ from jaxserve.front.app import ModelName
 _ROUTES = """\
 # Routes
 
-Made by `python -m docgen.routes`; a test holds it to the code.
+Made by `python -m docgen.routes`; a test holds it to the code. The fields are on a page for each API, with examples:
+
+| page | routes |
+|---|---|
+| [OpenAI](routes/openai.md) | conversations and completions |
+| [Responses](routes/responses.md) | OpenAI's Responses, conversations |
+| [Messages](routes/anthropic.md) | Anthropic's Messages |
+| [Ollama](routes/ollama.md) | what is below `/api` |
+| [Embeddings and scores](routes/scoring.md) | embeddings, rerank, score, classify, decisions |
+| [SGLang](routes/sglang.md) | `/generate`, sessions, the tokenizer |
+| [Files and batches](routes/files.md) | files, batches, the queries of lists |
+| [For the operator](routes/operator.md) | weights, pauses, memory, several models |
 
 | route | what |
 |---|---|
@@ -147,6 +160,8 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `POST /update_weights_from_disk`, `/update_weights_from_tensor` | new weights ([weights.md](weights.md)); admin key |
 | `POST /update_weight_version` | another label for the weights; admin key |
 | `POST /get_weights_by_name` | rows of one tensor of the weights in use; admin key |
+| `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | adapters, as vLLM ([adapters.md](adapters.md)); admin key |
+| `POST /load_lora_adapter`, `/unload_lora_adapter` | adapters, as SGLang; admin key |
 | `POST /pause_generation`, `/continue_generation` | stop and go, as SGLang; admin key |
 | `POST /pause`, `/resume`, `GET /is_paused` | the same as vLLM; admin key |
 | `POST /release_memory_occupation`, `/resume_memory_occupation` | free memory, take it again, as SGLang; admin key |
@@ -154,25 +169,11 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `POST /reset_prefix_cache` | as `/flush_cache`; admin key |
 | `GET /models`, `POST /models/load`, `/models/unload` | with [several models](several_models.md); admin key to load |
 
-An error is `{"error": {"message", "type", "param", "code"}}`, except on Anthropic's and Ollama's routes (see below);
+An error is `{"error": {"message", "type", "param", "code"}}`, except on Anthropic's and Ollama's routes;
 `param` names the field ([errors.md](errors.md)). Null means that a field is absent. An unknown field is accepted and
 logged once. A known field that is not supported is harmless to ignore or a 400 that names it ([fields.md](fields.md)).
 Sampling fields that are not set have the value of the model's generation_config.json. `max_tokens` is limited
 to the rest of the context; a prompt that leaves no room is a 400. JSON nested deeper than 200 levels is refused.
-
-On `/v1/responses` a full queue is 503, because Codex gives up at a 429. What its body only offers (hosted tools, images
-for a model that reads text) is dropped and logged once. Streams have named events with `sequence_number`.
-
-`/v1/messages` has Anthropic's form of errors, and its streams have named events. What its body only offers (tools that
-Anthropic hosts, cache marks, images for a model that reads text) is dropped and logged once. A key is sent as
-`Authorization: Bearer KEY` or `x-api-key: KEY`, on every route. A call whose arguments are no JSON object, or are
-cut, has the input `{"INVALID_JSON": TEXT}`, Anthropic's own form for such text; in a stream the text comes as it is.
-`thread` keeps the conversation on the server ([responses.md](responses.md#threads-of-messages)). An error of a thread
-has Anthropic's `error.details`, by which its SDKs go on with the whole conversation.
-
-The routes below `/api` are Ollama's: errors are `{"error": "text"}`, streams are a JSON object a line, `stream` is true
-by default, and a body needs no `Content-Type` unless a web page sends it. Routes that fetch, make or remove models
-answer 501. A call whose arguments are no JSON object is text of the answer.
 """
 
 
@@ -185,7 +186,9 @@ _LISTS = """\
 | `limit` | integer ≥ 1 ≤ 10000 (files), ≤ 100 (others) | entries per page; default 10000 (files), 20 (others) |
 | `order` | asc or desc (not batches) | order by creation time; default desc |
 | `purpose` | string (files) | only files with this purpose |
+"""
 
+_QUERIES = """\
 ## Query of the routes for weights, pauses and memory
 
 | field | type and limits | meaning |
@@ -230,51 +233,214 @@ DECISION_PARTS: tuple[type[BaseModel], ...] = (
 )
 
 
-def reference() -> str:
-    """Return the whole page."""
-    sections = [
-        _ROUTES,
-        _section("Fields of chat/completions and completions", SamplingFields),
-        _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
-        _section("Fields of completions", CompletionRequest, SamplingFields),
-        _section("Fields of /v1/responses and /v1/responses/input_tokens", ResponsesRequest),
-        *(_section(f"Parts of /v1/responses: {part.__name__}", part) for part in RESPONSES_PARTS),
-        _section("Fields of /v1/messages", MessagesRequest),
-        _section("Fields of /v1/messages/count_tokens", CountTokensRequest),
-        *(_section(f"Parts of /v1/messages: {part.__name__}", part) for part in MESSAGES_PARTS),
-        _section("Fields of /api/chat", OllamaChatRequest),
-        _section("Fields of /api/generate", OllamaGenerateRequest),
-        _section("Fields of /api/embed", OllamaEmbedRequest),
-        _section("Fields of /api/embeddings", OllamaEmbeddingsRequest),
-        _section("Fields of /api/show", ShowRequest),
-        *(_section(f"Parts of /api: {part.__name__}", part) for part in OLLAMA_PARTS),
-        _section("Fields of embeddings", EmbeddingRequest),
-        _section("Fields of rerank", RerankRequest),
-        _section("Fields of score", ScoreRequest),
-        _section("Fields of classify", ClassifyRequest),
-        _section("Fields of /v1/decisions", DecisionRequest),
-        *(_section(f"Parts of /v1/decisions: {part.__name__}", part) for part in DECISION_PARTS),
-        *(_section(f"Parts: {part.__name__}", part) for part in PARTS),
-        _section("Fields of /generate", GenerateRequest),
-        _section("Fields of sampling_params of /generate", NativeSampling),
-        _section("Fields of /open_session", OpenSessionRequest),
-        _section("Fields of /close_session", CloseSessionRequest),
-        _section("Fields of /tokenize", TokenizeRequest),
-        _section("Fields of /detokenize", DetokenizeRequest),
-        _section("Fields of /abort_request", AbortRequest),
-        _section("Fields of /models/load and /models/unload", ModelName),
-        _section("Fields of /update_weights_from_disk", UpdateWeightsRequest),
-        _section("Fields of /update_weight_version", UpdateVersionRequest),
-        _section("Fields of /get_weights_by_name", ReadWeightsRequest),
-        _section("Fields of /pause_generation", PauseRequest),
-        _section("Fields of /continue_generation", ContinueRequest),
-        _section("Fields of /release_memory_occupation and /resume_memory_occupation", MemoryRequest),
-        _section("Form fields of POST /v1/files, beside `file`", UploadFields),
-        _section("Fields of POST /v1/batches", CreateBatchRequest),
-        _section("Parts: OutputExpiresAfter", OutputExpiresAfter),
-        _LISTS,
-    ]
-    return "\n".join(sections)
+_RESPONSES = """\
+On `/v1/responses` a full queue is 503, because Codex gives up at a 429. What its body only offers (hosted tools, images
+for a model that reads text) is dropped and logged once. Streams have named events with `sequence_number`.
+
+[responses.md](../responses.md) is about stored responses, conversations and threads.
+"""
+
+_MESSAGES = """\
+`/v1/messages` has Anthropic's form of errors, and its streams have named events. What its body only offers (tools that
+Anthropic hosts, cache marks, images for a model that reads text) is dropped and logged once. A key is sent as
+`Authorization: Bearer KEY` or `x-api-key: KEY`, on every route. A call whose arguments are no JSON object, or are
+cut, has the input `{"INVALID_JSON": TEXT}`, Anthropic's own form for such text; in a stream the text comes as it is.
+`thread` keeps the conversation on the server ([responses.md](../responses.md#threads-of-messages)). An error of a
+thread has Anthropic's `error.details`, by which its SDKs go on with the whole conversation.
+"""
+
+_OLLAMA = """\
+The routes below `/api` are Ollama's: errors are `{"error": "text"}`, streams are a JSON object a line, `stream` is true
+by default, and a body needs no `Content-Type` unless a web page sends it. Routes that fetch, make or remove models
+answer 501. A call whose arguments are no JSON object is text of the answer.
+"""
+
+_URL = "http://127.0.0.1:8000"
+
+
+def _example(code: str, body: str, path: str) -> str:
+    """Return an example of a Python client and the same with curl. code: "" if there is no client in the suite"""
+    curl = f"curl {_URL}{path} -H 'Content-Type: application/json' -d '{body}'"
+    python = f"```python\n{dedent(code).strip()}\n```\n\n" if code else ""
+    return f"{python}```sh\n{curl}\n```\n"
+
+
+_CLIENT = f"""
+from openai import OpenAI
+
+client = OpenAI(base_url="{_URL}/v1", api_key="none")
+"""
+
+_EXAMPLES = {
+    "openai": _example(
+        _CLIENT
+        + """
+messages = [{"role": "user", "content": "What is the capital of France?"}]
+answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=16)
+print(answer.choices[0].message.content)
+for chunk in client.chat.completions.create(model="demo", messages=messages, max_tokens=16, stream=True):
+    print(chunk.choices[0].delta.content or "", end="")
+""",
+        '{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
+        "/v1/chat/completions",
+    ),
+    "responses": _example(
+        _CLIENT
+        + """
+answer = client.responses.create(model="demo", input="What is the capital of France?", max_output_tokens=16)
+print(answer.output_text)
+""",
+        '{"model": "demo", "input": "Hello", "max_output_tokens": 16}',
+        "/v1/responses",
+    ),
+    "anthropic": _example(
+        "",
+        '{"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}',
+        "/v1/messages",
+    ),
+    "ollama": _example(
+        f"""
+import ollama
+
+client = ollama.Client("{_URL}")
+print(client.chat(model="demo", messages=[{{"role": "user", "content": "Hello"}}]).message.content)
+""",
+        '{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "stream": false}',
+        "/api/chat",
+    ),
+    "scoring": _example(
+        _CLIENT
+        + """
+answer = client.embeddings.create(model="demo", input=["one", "two"])
+print([len(each.embedding) for each in answer.data])
+""",
+        '{"model": "demo", "input": "one"}',
+        "/v1/embeddings",
+    ),
+    "sglang": _example(
+        "", '{"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}', "/generate"
+    ),
+    "files": _example(
+        _CLIENT
+        + """
+line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", "prompt": "Hi"}}'
+file = client.files.create(file=("in.jsonl", line), purpose="batch")
+batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+print(client.batches.retrieve(batch.id).status)
+""",
+        "",
+        "/v1/files",
+    ).partition("\n```sh")[0],
+    "operator": f"```sh\ncurl {_URL}/server_info\n```\n",
+}
+
+
+def reference() -> dict[str, str]:
+    """Return the pages by their path in docs/."""
+    found = {"routes.md": _ROUTES}
+    for name, (title, about, sections) in _pages().items():
+        made = "Made by `python -m docgen.routes`; a test holds it to the code and runs the examples."
+        head = [f"# {title}", "", made, "", *([about] if about else []), _EXAMPLES[name]]
+        found[f"routes/{name}.md"] = "\n".join([*head, *sections]).rstrip("\n") + "\n"
+    return found
+
+
+def _pages() -> dict[str, tuple[str, str, list[str]]]:
+    """Return for each API the page's title, what is true of all its routes, and the sections of fields."""
+    return {
+        "openai": (
+            "Conversations and completions",
+            "",
+            [
+                _section("Fields of chat/completions and completions", SamplingFields),
+                _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
+                _section("Fields of completions", CompletionRequest, SamplingFields),
+                *(_section(f"Parts: {part.__name__}", part) for part in PARTS),
+            ],
+        ),
+        "responses": (
+            "Responses",
+            _RESPONSES,
+            [
+                _section("Fields of /v1/responses and /v1/responses/input_tokens", ResponsesRequest),
+                *(_section(f"Parts of /v1/responses: {part.__name__}", part) for part in RESPONSES_PARTS),
+            ],
+        ),
+        "anthropic": (
+            "Messages",
+            _MESSAGES,
+            [
+                _section("Fields of /v1/messages", MessagesRequest),
+                _section("Fields of /v1/messages/count_tokens", CountTokensRequest),
+                *(_section(f"Parts of /v1/messages: {part.__name__}", part) for part in MESSAGES_PARTS),
+            ],
+        ),
+        "ollama": (
+            "Ollama's routes",
+            _OLLAMA,
+            [
+                _section("Fields of /api/chat", OllamaChatRequest),
+                _section("Fields of /api/generate", OllamaGenerateRequest),
+                _section("Fields of /api/embed", OllamaEmbedRequest),
+                _section("Fields of /api/embeddings", OllamaEmbeddingsRequest),
+                _section("Fields of /api/show", ShowRequest),
+                *(_section(f"Parts of /api: {part.__name__}", part) for part in OLLAMA_PARTS),
+            ],
+        ),
+        "scoring": (
+            "Embeddings and scores",
+            "Which models make them: [rerank.md](../rerank.md).\n",
+            [
+                _section("Fields of embeddings", EmbeddingRequest),
+                _section("Fields of rerank", RerankRequest),
+                _section("Fields of score", ScoreRequest),
+                _section("Fields of classify", ClassifyRequest),
+                _section("Fields of /v1/decisions", DecisionRequest),
+                *(_section(f"Parts of /v1/decisions: {part.__name__}", part) for part in DECISION_PARTS),
+            ],
+        ),
+        "sglang": (
+            "SGLang's routes",
+            "",
+            [
+                _section("Fields of /generate", GenerateRequest),
+                _section("Fields of sampling_params of /generate", NativeSampling),
+                _section("Fields of /open_session", OpenSessionRequest),
+                _section("Fields of /close_session", CloseSessionRequest),
+                _section("Fields of /tokenize", TokenizeRequest),
+                _section("Fields of /detokenize", DetokenizeRequest),
+                _section("Fields of /abort_request", AbortRequest),
+            ],
+        ),
+        "files": (
+            "Files and batches",
+            "[batches.md](../batches.md) is about batches.\n",
+            [
+                _section("Form fields of POST /v1/files, beside `file`", UploadFields),
+                _section("Fields of POST /v1/batches", CreateBatchRequest),
+                _section("Parts: OutputExpiresAfter", OutputExpiresAfter),
+                _LISTS,
+            ],
+        ),
+        "operator": (
+            "Routes for the operator",
+            "[weights.md](../weights.md) is about weights that are replaced while the engine serves.\n",
+            [
+                _section("Fields of /models/load and /models/unload", ModelName),
+                _section("Fields of /update_weights_from_disk", UpdateWeightsRequest),
+                _section("Fields of /update_weight_version", UpdateVersionRequest),
+                _section("Fields of /get_weights_by_name", ReadWeightsRequest),
+                _section("Fields of /v1/load_lora_adapter", adapters.LoadLoraRequest),
+                _section("Fields of /v1/unload_lora_adapter", adapters.UnloadLoraRequest),
+                _section("Fields of /load_lora_adapter", adapters.LoadAdapterRequest),
+                _section("Fields of /unload_lora_adapter", adapters.UnloadAdapterRequest),
+                _section("Fields of /pause_generation", PauseRequest),
+                _section("Fields of /continue_generation", ContinueRequest),
+                _section("Fields of /release_memory_occupation and /resume_memory_occupation", MemoryRequest),
+                _QUERIES,
+            ],
+        ),
+    }
 
 
 def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None = None) -> str:
@@ -294,4 +460,7 @@ def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    docs = Path(__file__).parents[1] / "docs"
+    (docs / "routes").mkdir(exist_ok=True)
+    for path, page in reference().items():
+        (docs / path).write_text(page, encoding="utf-8")
