@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,18 +20,21 @@ import numpy as np
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.scheduling import STATE_COLUMNS, GroupSizes, Reach, SchedulerConfig
 from jaxserve.types.step import (
     FinishReason,
-    PageTableUpdate,
     Request,
     RowStatus,
     SampledTokens,
     ScheduledRow,
     SchedulerOutput,
     SlotInit,
+    TableUpdate,
     TokenOutput,
 )
+
+if TYPE_CHECKING:  # the runtime imports jax, which most tests with a fake device do without
+    from jaxserve.runtime.memory import MemoryPlan
 
 VOCAB = 97
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # log-probabilities, ranks, top ids, theirs
@@ -85,12 +89,37 @@ class OracleDrafter:
         self._right = right
 
     def propose(self, request: Request, most: int) -> list[int]:
-        done = len(request.output_token_ids)
-        right = self.outputs.get(request.request_id, [])[done : done + most]
+        return self.guess(request.request_id, len(request.output_token_ids), most)
+
+    def guess(self, request_id: str, done: int, most: int) -> list[int]:
+        right = self.outputs.get(request_id, [])[done : done + most]
         return [token if self._rng.random() < self._right else self._rng.randrange(VOCAB) for token in right]
 
     def forget(self, request_id: str) -> None:
         self.outputs.pop(request_id, None)
+
+
+RING = 2  # tokens before the row that a state page keeps, beside what it has folded
+
+
+def folded(value: int, token: int) -> int:
+    """The state after one more token: a hash of all tokens so far, in their order."""
+    return (value * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+@dataclass(frozen=True)
+class FakeState:
+    """A page of states: the hash of `count` tokens, and the tokens of the last positions."""
+
+    value: int = 0
+    count: int = 0
+    ring: dict[int, int] = field(default_factory=dict)
+
+    def fold(self, tokens: Iterable[int]) -> FakeState:
+        value, count = self.value, self.count
+        for token in tokens:
+            value, count = folded(value, token), count + 1
+        return replace(self, value=value, count=count)
 
 
 @dataclass
@@ -99,9 +128,10 @@ class FakeSlot:
 
     init: SlotInit
     page_table: list[int] = field(default_factory=list)
-    window_table: dict[int, int] = field(default_factory=dict)  # of the windowed layers: page by index
+    tables: dict[int, dict[int, int]] = field(default_factory=dict)  # of each layer group from 1 on: page by index
     position: int = 0
     last_token: int = EMPTY
+    states: list[int] = field(default_factory=lambda: [EMPTY] * STATE_COLUMNS)  # the columns of the table of states
 
 
 class FakeStep:
@@ -109,7 +139,7 @@ class FakeStep:
 
     def __init__(self, runner: FakeRunner, output: SchedulerOutput) -> None:
         self.output = output
-        self.windows = {page for row in output.rows for page in runner.window_of(row)}
+        self.seen = {span: {page for row in output.rows for page in runner.seen_by(row, span)} for span in runner.spans}
         self.writes = {page: row.request_id for row in output.rows for page in runner.pages_written(row)}
         self.sampled: SampledTokens | None = None
         self.bitmask: np.ndarray | None = None
@@ -135,6 +165,7 @@ class FakeRunner:
     """A StepRunner of `config`'s sizes.
 
     not_finite   request ids whose hidden states are NaN from the position `nan_from` on
+    guess        the drafts of a draft model: (request id, number of its output tokens, most drafts) -> tokens
     """
 
     def __init__(
@@ -143,19 +174,24 @@ class FakeRunner:
         *,
         not_finite: Container[str] = (),
         nan_from: int = 0,
+        guess: Callable[[str, int, int], list[int]] | None = None,
     ) -> None:
         self.config = config
         self.not_finite = not_finite
         self.nan_from = nan_from
+        self.guess = guess
         self.pages = np.full((config.num_pages, config.page_size), EMPTY, np.int64)
-        self.window_pages = np.full((config.num_window_pages, config.page_size), EMPTY, np.int64)
-        counts = config.num_host_pages, config.num_host_window_pages
+        self.spans = dict(enumerate(config.spans, start=1))  # of the layer groups from 1 on
+        sizes = [group.num_pages for group in config.groups]
+        self.states: list[FakeState | None] = [None] * (config.states.num_pages if config.states else 0)
+        self.of_groups = [self.pages, *(np.full((count, config.page_size), EMPTY, np.int64) for count in sizes)]
+        counts = config.num_host_pages, *(group.num_host_pages for group in config.groups)
         self.host = [np.full((count, config.page_size), EMPTY, np.int64) for count in counts]
         self.slots: dict[int, FakeSlot] = {}
         self.num_steps = 0
         self.num_read_nan = 0  # rows of other requests that read what is not finite
         self._tables: dict[int, list[int]] = {}  # as dispatched: ahead of `slots`
-        self._window_tables: dict[int, dict[int, int]] = {}
+        self._group_tables: dict[tuple[int, int], dict[int, int]] = {}  # by slot and group
         self._unread: deque[FakeStep] = deque()
 
     def num_compiles(self) -> int:
@@ -165,11 +201,12 @@ class FakeRunner:
         """Nothing is open."""
 
     def rebuild(self) -> None:
-        self.pages.fill(EMPTY)
-        self.window_pages.fill(EMPTY)
+        for pages in self.of_groups:
+            pages.fill(EMPTY)
+        self.states = [None] * len(self.states)
         self.slots.clear()
         self._tables.clear()
-        self._window_tables.clear()
+        self._group_tables.clear()
         self._unread.clear()
 
     # --- dispatch
@@ -185,6 +222,7 @@ class FakeRunner:
         assert not output.num_drafts or (output.num_decode_rows == len(rows) and not self._unread)
         assert not output.num_drafts or len(rows) + output.num_drafts <= config.verify_sizes[-1]
         assert all(len(row.drafts) <= config.max_drafts for row in rows)
+        assert not output.draft_room or (self.guess and len(output.draft_room) == len(rows) <= config.draft_rows)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
         self._check_moves(output)
         if not rows:
@@ -194,12 +232,16 @@ class FakeRunner:
         admitted = {init.slot for init in output.slot_inits}
         assert not admitted & {row.slot for step in self._unread for row in step.output.rows}, "a slot reused too early"
         for slot in admitted:
-            self._tables[slot], self._window_tables[slot] = [], {}
+            self._tables[slot] = []
+            self._group_tables |= {(slot, group): {} for group in self.spans}
         for row in rows:
-            self._extend_table(row, row.slot in admitted)
+            self._extend_table(row, row.slot in admitted, config.max_drafts if output.draft_room else 0)
+        for row, room in zip(rows, output.draft_room, strict=bool(output.draft_room)):
+            assert room == len(self._tables[row.slot]) * config.page_size, "the pages of another request"
         starts = {row.slot: row.start // config.page_size for row in rows}
-        for update in output.window_pages:
-            self._extend_window_table(update, starts[update.slot])
+        for update in output.table_updates:
+            if update.group in self.spans:
+                self._extend_group_table(update, starts[update.slot])
         step = FakeStep(self, output)
         self._unread.append(step)
         self.num_steps += 1
@@ -208,40 +250,39 @@ class FakeRunner:
     def _check_moves(self, output: SchedulerOutput) -> None:
         """What a step in flight writes is not copied, and what it reads is not overwritten."""
         written = {page for step in self._unread for page in step.writes}
-        seen = {page for step in self._unread for page in step.windows}
-        used = written, seen
+        seen = {group: {page for step in self._unread for page in step.seen[group]} for group in self.spans}
+        used = {0: written} | seen
         moved = [move for move in output.page_moves if move.kind in ("store", "load")]
         assert not any(move.page_id in used[move.group] for move in moved), "a page moved too early"
 
-    def _extend_table(self, row: ScheduledRow, first: bool) -> None:
+    def _extend_table(self, row: ScheduledRow, first: bool, ahead: int) -> None:
         table, new = self._tables[row.slot], row.new_page_ids
         assert not new or row.first_new_page == len(table)
-        assert first or len(new) <= -(-(1 + len(row.drafts)) // self.config.page_size)
+        assert first or len(new) <= -(-(1 + len(row.drafts) + ahead) // self.config.page_size)
         for step in self._unread:
             others = [page for page in new if step.writes.get(page, row.request_id) != row.request_id]
             assert not others, "a page reused too early"
         table += new
         assert len(table) <= -(-self.config.max_sequence_tokens // self.config.page_size)
 
-    def _extend_window_table(self, update: PageTableUpdate, start: int) -> None:
+    def _extend_group_table(self, update: TableUpdate, start: int) -> None:
         """What a step in flight sees or writes is nobody's to write, not even the request's whose it was."""
-        table, shared = self._window_tables[update.slot], max(0, start - update.first)
+        table, shared = self._group_tables[update.slot, update.group], max(0, start - update.first)
         own = set(update.page_ids[shared:])
-        assert not any(step.windows & own for step in self._unread), "a page reused too early"
+        assert not any(step.seen[update.group] & own for step in self._unread), "a page reused too early"
         assert not table or update.first == max(table) + 1
         table.update(zip(itertools.count(update.first), update.page_ids, strict=False))
 
-    def window_of(self, row: ScheduledRow) -> set[int]:
-        """Pages of the windowed layers that a row reads or writes."""
-        if self.config.window is None:
-            return set()
-        size, table = self.config.page_size, self._window_tables[row.slot]
+    def seen_by(self, row: ScheduledRow, group: int) -> set[int]:
+        """Pages of a layer group that a row reads or writes."""
+        size, table = self.config.page_size, self._group_tables[row.slot, group]
         last = row.start + row.num_tokens - 1 + len(row.drafts)
-        return {table[i] for i in range(self._oldest(row.start) // size, last // size + 1) if i in table}
+        return {table[i] for i in range(self._oldest(group, row.start) // size, last // size + 1) if i in table}
 
-    def _oldest(self, position: int) -> int:
-        """First position that a token sees in the windowed layers."""
-        return max(0, position - (self.config.window or 0) + 1)
+    def _oldest(self, group: int, position: int) -> int:
+        """First position that a token sees in the layers of a group."""
+        kind, tokens = self.spans[group].reach
+        return position // tokens * tokens if kind == "chunk" else max(0, position - tokens + 1)
 
     def pages_written(self, row: ScheduledRow) -> set[int]:
         size, table = self.config.page_size, self._tables[row.slot]
@@ -260,7 +301,7 @@ class FakeRunner:
 
     def _move_pages(self, output: SchedulerOutput) -> None:
         for move in output.page_moves:
-            pages, host = (self.pages, self.window_pages)[move.group], self.host[move.group]
+            pages, host = self.of_groups[move.group], self.host[move.group]
             if move.kind == "store":
                 host[move.slot] = pages[move.page_id]
             elif move.kind == "load":
@@ -269,11 +310,16 @@ class FakeRunner:
     def _run(self, step: FakeStep) -> None:
         self._move_pages(step.output)
         for init in step.output.slot_inits:
-            self.slots[init.slot] = FakeSlot(init)
-        for update in step.output.window_pages:
+            self.slots[init.slot] = FakeSlot(init, tables={group: {} for group in self.spans})
+        for update in step.output.table_updates:
+            if update.group not in self.spans:
+                self.slots[update.slot].states[update.first : update.first + len(update.page_ids)] = update.page_ids
+                continue
             new = zip(itertools.count(update.first), update.page_ids, strict=False)
-            self.slots[update.slot].window_table.update(new)
+            self.slots[update.slot].tables[update.group].update(new)
         rows = step.output.rows
+        if self.states:
+            self._advance_states(rows)
         tokens = np.full((len(rows), 1 + max(len(row.drafts) for row in rows)), EMPTY, np.int32)
         valid = np.zeros(len(rows), np.int32)
         status = np.zeros(len(rows), np.uint8)
@@ -299,7 +345,59 @@ class FakeRunner:
                 i: embedding_of(self._context(self.slots[row.slot])) for i, row in enumerate(rows) if row.embed
             },
             extras=StepExtras() if any(row.extras is not None for row in rows) else None,
+            drafts=self._drafts(step.output) if step.output.draft_room else None,
         )
+
+    def _drafts(self, output: SchedulerOutput) -> np.ndarray:
+        """What the draft model guesses after each row. It ends where the row's pages do."""
+        assert self.guess is not None
+        drafts = np.full((len(output.rows), self.config.max_drafts), -1, np.int32)
+        for i, (row, room) in enumerate(zip(output.rows, output.draft_room, strict=True)):
+            slot = self.slots[row.slot]
+            most = max(0, min(self.config.max_drafts, room - slot.position))
+            found = self.guess(row.request_id, slot.position + 1 - slot.init.num_prompt_tokens, most)
+            drafts[i, : len(found)] = found
+        return drafts
+
+    def _advance_states(self, rows: list[ScheduledRow]) -> None:
+        """Fold the tokens of all rows at once: each reads what was there before the step."""
+        before, reads, writes = list(self.states), list[int](), list[list[int]]()
+        for row in rows:
+            slot = self.slots[row.slot]
+            table, tokens = slot.states, row.token_ids or [slot.last_token]
+            start = row.start if row.token_ids else slot.position
+            state, written = FakeState(), list[int]()
+            if table[0] < len(before):
+                found = before[table[0]]
+                assert found is not None, "a state that was never written"
+                state = found
+            assert state.count == table[2], "a state of another number of tokens"
+            known = state.ring | dict(zip(itertools.count(start), tokens, strict=False))
+            end = start + len(tokens)
+            kept = {end - 1: [table[1]]}
+            for position, page in zip(table[3::2], table[4::2], strict=True):
+                if table[2] < position < end and page < len(before):
+                    kept.setdefault(position, []).append(page)
+            for position in range(state.count, end):
+                for page in kept.get(position, ()):
+                    written.append(page)
+                    last = end if page == table[1] else position
+                    ring = {place: token for place, token in known.items() if position - RING <= place < last}
+                    self.states[page] = replace(state, ring=ring)
+                state = state.fold([known[position]]) if position < end - 1 else state
+            reads.append(table[0])
+            writes.append(written)
+            table[0], table[2] = table[1], end - 1
+        assert len(set(itertools.chain(*writes))) == sum(map(len, writes)), "two rows write the same state"
+        for i, written in enumerate(writes):
+            assert not {*reads[:i], *reads[i + 1 :]} & set(written), "a row writes a state that another one reads"
+
+    def _check_state(self, slot: FakeSlot) -> None:
+        """What the own page of a slot has folded is what its pages hold."""
+        state = self.states[slot.states[1]]
+        assert state is not None
+        tokens = self._context(slot)[: state.count].tolist()
+        assert NAN in tokens or state.value == FakeState().fold(tokens).value, "another's token in a state"
 
     def _status(self, row: ScheduledRow, mask: np.ndarray | None) -> RowStatus:
         if row.request_id in self.not_finite and self.slots[row.slot].position > self.nan_from:
@@ -316,6 +414,8 @@ class FakeRunner:
         nan_from = self.nan_from if row.request_id in self.not_finite else None
         self._write(slot, row.token_ids or [slot.last_token], nan_from)
         self.num_read_nan += nan_from is None and NAN in self._context(slot)
+        if self.states:
+            self._check_state(slot)
         if not row.samples:
             return []
         if row.token_ids and nan_from is None:
@@ -346,17 +446,17 @@ class FakeRunner:
             page, offset = divmod(slot.position, self.config.page_size)
             content = token if nan_from is None or slot.position < nan_from else NAN
             self.pages[slot.page_table[page], offset] = content
-            if self.config.window is not None:
-                self.window_pages[slot.window_table[page], offset] = content
+            for group, table in slot.tables.items():
+                self.of_groups[group][table[page], offset] = content
             slot.position += 1
-        if self.config.window is not None:
-            self._check_window(slot, first)
+        for group in self.spans:
+            self._check_seen(slot, group, self._oldest(group, first))
 
-    def _check_window(self, slot: FakeSlot, first: int) -> None:
-        """What the tokens from position `first` on see in the windowed layers is what the others hold."""
-        places = [divmod(position, self.config.page_size) for position in range(self._oldest(first), slot.position)]
-        seen = [self.window_pages[slot.window_table[page], offset] for page, offset in places]
-        assert seen == self._context(slot)[self._oldest(first) :].tolist(), "another's token in a window"
+    def _check_seen(self, slot: FakeSlot, group: int, oldest: int) -> None:
+        """What tokens see in the layers of a group from position `oldest` on is what the others hold."""
+        places = [divmod(position, self.config.page_size) for position in range(oldest, slot.position)]
+        seen = [self.of_groups[group][slot.tables[group][page], offset] for page, offset in places]
+        assert seen == self._context(slot)[oldest:].tolist(), "another's token in a window"
 
     def _context(self, slot: FakeSlot) -> np.ndarray:
         context = self.pages[slot.page_table].reshape(-1)[: slot.position]
@@ -395,7 +495,22 @@ def small_config(**changes: object) -> SchedulerConfig:
         "max_num_batched_tokens": 32,
         "max_model_len": 128,
     }
-    return SchedulerConfig(**(sizes | changes))  # type: ignore[arg-type]
+    return SchedulerConfig(**(sizes | with_window(changes)))  # type: ignore[arg-type]
+
+
+def groups_of(plan: MemoryPlan, changes: dict[str, Any]) -> tuple[GroupSizes, ...]:
+    """The plan's layer groups, with pages as `num_window_pages` and `num_host_window_pages` in `changes` say."""
+    pages, host = changes.pop("num_window_pages", None), changes.pop("num_host_window_pages", 0)
+    return tuple(replace(group, num_pages=pages or group.num_pages, num_host_pages=host) for group in plan.group_sizes)
+
+
+def with_window(changes: dict[str, object]) -> dict[str, object]:
+    """The changes with one layer group in place of `window`, `num_window_pages` and `num_host_window_pages`."""
+    window = changes.pop("window", None)
+    sizes = [int(str(changes.pop(name, 0))) for name in ("num_window_pages", "num_host_window_pages")]
+    if window is None:
+        return changes
+    return changes | {"groups": (GroupSizes(Reach("window", int(str(window))), *sizes),)}
 
 
 def make_core(config: SchedulerConfig, **options: object) -> EngineCore:

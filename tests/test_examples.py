@@ -1,5 +1,6 @@
 """The examples run as their first lines say: a new user's first contact."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,19 @@ from tests.quick import QUICK_FLAGS
 ROOT = Path(__file__).parent.parent
 # few programs, and quick ones: with their own max_num_seqs the examples share none with the other tests
 FEW = {"JAXSERVE_SCHEDULER__MAX_NUM_BATCHED_TOKENS": "16", "XLA_FLAGS": QUICK_FLAGS, "PYTHONPATH": str(ROOT)}
+
+
+# a cell shows the value of its last line, as in a notebook
+CELLS = """
+import ast, json, sys
+names = {}
+for code in json.loads(sys.stdin.read()):
+    lines = ast.parse(code).body
+    last = lines.pop() if isinstance(lines[-1], ast.Expr) else None
+    exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+    value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    print("" if value is None else repr(value))
+"""
 
 
 @pytest.mark.parametrize(
@@ -29,3 +43,21 @@ def test_an_example_runs(script: str, shown: str, compile_cache: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert len([line for line in run.stdout.splitlines() if shown in line]) >= 2, run.stdout
+
+
+def test_the_notebook_runs(compile_cache: str) -> None:
+    """Its cells one after the other in one process, without a notebook server."""
+    book = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert (book["nbformat"], all(not cell.get("outputs") for cell in book["cells"])) == (4, True)
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    run = subprocess.run(
+        [sys.executable, "-c", CELLS],
+        input=json.dumps(cells),
+        env=os.environ | FEW | {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("Paris") >= 3 and "TokenLogprobs" in run.stdout and "2/2" in run.stderr, run.stdout

@@ -18,6 +18,7 @@ ORDER = (
     "jaxserve.speculation",
     "jaxserve.scheduler",
     "jaxserve.text",
+    "jaxserve.media",
     "jaxserve.grammar",
     "jaxserve.store",
     "jaxserve.ops",
@@ -52,7 +53,7 @@ TOP = ("jaxserve", "jaxserve.__main__")  # the public names, and `python -m jaxs
 
 # What runs where no device is, and what runs where no HTTP is, by the transitive closure of imports.
 HOST = (
-    *("types", "transport", "routing", "kv", "speculation", "scheduler", "text", "grammar", "store", "client"),
+    *("types", "transport", "routing", "kv", "speculation", "scheduler", "text", "media", "grammar", "store", "client"),
     *("telemetry", "api", "front"),
 )
 HOST_COMMANDS = ("main", "launch", "several", "model_server", "start", "batch", "config", "progress")
@@ -167,6 +168,17 @@ def test_the_template_worker_starts_with_few_modules() -> None:
     assert closure("jaxserve.text.template_worker") & {"numpy", "asyncio", "pydantic", "zmq"} == set()
 
 
+def test_a_start_loads_no_transformers() -> None:
+    """It takes 2 s to import, and one function needs it."""
+    for module in ("jaxserve.cli.launch", "jaxserve.engine.process"):
+        assert closure(module) & {"transformers", "openai"} == set()
+
+
+def test_only_the_picture_worker_has_pillow() -> None:
+    found = sorted(module for module in MODULES if "PIL" in {name.partition(".")[0] for name in closure(module)})
+    assert found == ["jaxserve.media.images", "jaxserve.media.worker"]
+
+
 def test_no_module_that_runs_data_as_code() -> None:
     assert [m for m, path in MODULES.items() if any(within(name, RUNS_DATA) for name in imports(path))] == []
 
@@ -197,17 +209,25 @@ APART = {
     "cli.worker": "a process",
     "client.finishing": "its own thought, and the replica set is long",
     "client.replica_calls": "its own thought, and the replica set is long",
+    "library.async_engine": "a name of `import jaxserve`, imported when it is used",
+    "media.images": "the only file that imports Pillow",
     "models.checkpoint.download": "imports the hub's client, which takes 0.1 s, when it is needed",
     "models.checkpoint.orbax": "imports Orbax's writer, which only `jaxserve convert` needs",
     "models.checkpoint.published_size": "only `jaxserve plan` needs it",
     "models.families.gemma": "a family is a file, found by its folder",
+    "models.families.laguna": "a family is a file, found by its folder",
     "models.families.llama": "a family is a file, found by its folder",
     "ops.linear.few_bits_tpu": "kernels of one device",
     "ops.linear.sharded_few_bits": "kernels over several devices",
     "ops.paged_attention.triton.heads": "kernels of one device",
+    "ops.state.reference": "the contract in its plainest form, to which the kernels are held",
+    "ops.state.sharded": "kernels over several devices",
+    "ops.state.native": "kernels of one device",
+    "ops.state.triton": "kernels of one device",
     "ray.prefixes": "it is tested where Ray is not installed",
     "runtime.saved_programs.target": "devices that are not there, which only bundles need",
     "scheduler.background": "its own thought, and the scheduler is long",
+    "text.template_process": "the limits and errors of one worker; the renderer chooses among two",
     "text.renderer": "import order: the worker that it starts imports nothing of it",
 }
 SMALL = 150  # lines

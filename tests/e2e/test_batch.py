@@ -1,7 +1,6 @@
 """A batch on the real engine: the answers are those of online requests, and the reference pages' calls work."""
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
 from tests.conftest import FEW_PAGES
+from tests.scrape import values
 from tests.waiting import LAST_RESORT, wait_until
 
 QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Japan", "Italy", "Spain", "Peru")]
@@ -54,7 +54,7 @@ def test_answers_are_those_of_online_requests(client: openai.OpenAI, count: int)
 
 def gauges(server: RunningServer) -> dict[str, float]:
     text = httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text
-    return {name: float(value) for name, value in re.findall(r"^jaxserve:(\w+) ([0-9.e+-]+)$", text, re.MULTILINE)}
+    return {name.removeprefix("jaxserve:"): value for name, value in values(text).items()}
 
 
 def done(client: openai.OpenAI, batch_id: str) -> int:

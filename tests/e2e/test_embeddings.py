@@ -11,8 +11,9 @@ import pytest
 
 from jaxserve import Engine, SamplingParams, launch_server
 from jaxserve.library.serving import RunningServer
+from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.loader import load_model
-from jaxserve.models.pooling import read_pooling
+from jaxserve.models.checkpoint.sentence_files import read_pooling
 from tests.conftest import ONE_ROW, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_modules, write_words
 from tests.models.dense import dense_embedding
@@ -25,7 +26,7 @@ GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 def dense(directory: Path, texts: list[list[int]]) -> np.ndarray:
     """The same by the plain forward, a text at a time, without engine and pages."""
     model = load_model(directory, dtype=jnp.dtype("float32"))
-    pooling = read_pooling(directory, model.config)
+    pooling = read_pooling(ModelFiles.open(directory), model.config)
     ids = [jnp.asarray(text, jnp.int32) for text in texts]
     return np.stack([dense_embedding(model.structure, pooling, model.leaves, each) for each in ids])
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import re
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
+from tests.scrape import values
 from tests.waiting import LAST_RESORT, until
 
 CONTEXT = 2048  # tokens, of the demo model
@@ -22,8 +22,7 @@ LENGTHS = sorted(
 
 def metrics(server: RunningServer) -> dict[str, float]:
     """Gauges and counters without labels."""
-    text = httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text
-    return {name: float(value) for name, value in re.findall(r"^(jaxserve:\w+) ([0-9.e+-]+)$", text, re.MULTILINE)}
+    return values(httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text)
 
 
 async def settled(server: RunningServer) -> dict[str, float]:

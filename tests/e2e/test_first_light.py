@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -88,6 +89,18 @@ def metric(server: RunningServer, name: str) -> float:
     found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
     assert found, f"no metric {name}"
     return float(found[1])
+
+
+def test_every_panel_of_the_dashboard_has_data(server: RunningServer) -> None:
+    """Once there was a request. The count of engine errors begins with the first one."""
+    body = {"model": "demo", "prompt": "Hi", "max_tokens": 2}
+    assert httpx2.post(f"{server.url}/v1/completions", json=body, timeout=LAST_RESORT).status_code == 200
+    panels = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    names = {name for panel in panels for target in panel["targets"]
+             for name in re.findall(r"(?:jaxserve:|process_)\w+", target["expr"])}  # fmt: skip
+    text = httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text
+    names -= {"jaxserve:request_errors_total"}
+    assert len(names) > 20 and names <= set(re.findall(r"^([\w:]+)(?:\{.*\})? \S+$", text, re.MULTILINE))
 
 
 def test_a_crowd_gets_the_same_tokens_as_each_alone(server: RunningServer) -> None:

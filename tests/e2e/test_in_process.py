@@ -27,7 +27,9 @@ from jaxserve.errors import (
     UnsupportedParameterError,
 )
 from jaxserve.library import serving
-from jaxserve.library.serving import LoopThread, RunningServer
+from jaxserve.library.in_process import INSTEAD
+from jaxserve.library.serving import LoopThread, RunningServer, config_of
+from jaxserve.types.sampling import EMBED
 from tests.conftest import ONE_ROW, SMALL
 
 README = Path(__file__).parents[2] / "README.md"
@@ -384,7 +386,7 @@ def test_a_conversation_takes_sampling_params(engine: Engine) -> None:
     with pytest.raises(InvalidValueError, match=r"params\.bad_words_token_ids.*bad_words"):
         engine.chat(FRANCE, SamplingParams(bad_words_token_ids=((5,),)))
     with pytest.raises(InvalidValueError, match="params are SamplingParams"):
-        engine.chat(FRANCE, {"max_tokens": 2})  # type: ignore[arg-type]
+        engine.chat(FRANCE, 2)  # type: ignore[call-overload]
 
 
 def test_a_prompt_that_fills_the_context_is_scored(engine: Engine, client: openai.OpenAI) -> None:
@@ -400,3 +402,85 @@ def test_a_prompt_that_fills_the_context_is_scored(engine: Engine, client: opena
     assert logprobs.token_logprobs[1:-1] == near(shorter.choices[0].logprobs.token_logprobs[1:])
     with pytest.raises(openai.BadRequestError, match=f"> {context - 1} maximum"):
         client.completions.create(model="demo", prompt=prompt, max_tokens=1)
+
+
+def test_several_conversations_are_one_batch(engine: Engine) -> None:
+    both = engine.chat_all([FRANCE, WEATHER], max_tokens=6, temperature=0)
+    assert [plain(each) for each in both] == [
+        near(plain(engine.chat(messages, max_tokens=6, temperature=0))) for messages in (FRANCE, WEATHER)
+    ]
+    with pytest.raises(InvalidValueError, match="no_such"):
+        engine.chat_all([FRANCE], no_such=1)
+    with pytest.raises(InvalidValueError, match="use chat_all"):
+        engine.chat([FRANCE, WEATHER])
+    assert not engine.has_unfinished
+
+
+def test_names_of_other_engines_are_answered_with_ours(engine: Engine) -> None:
+    """Each is told what to use instead, which exists."""
+    for name, ours in INSTEAD.items():
+        with pytest.raises(AttributeError, match=f"Engine has no {name}: use {re.escape(ours)}"):
+            getattr(engine, name)
+        word = re.split(r"\W", ours)[0]
+        assert hasattr(engine, word) or hasattr(jaxserve, word), name
+    assert not hasattr(engine, "no_such")
+    with pytest.raises(TypeError, match=r"list of completions.*\['text'\]"):
+        engine.generate("The capital", {"max_new_tokens": 1})[0]["text"]  # type: ignore[call-overload]
+
+
+def test_parameters_by_the_names_of_others(engine: Engine, capfd: pytest.CaptureFixture[str]) -> None:
+    """SGLang's names in a dict, and results that know their prompt, as vLLM's do."""
+    ours = SamplingParams(max_tokens=5, temperature=0.0, stop="zebra", ignore_eos=True)  # type: ignore[arg-type]
+    theirs = {"max_new_tokens": 5, "temperature": 0, "stop": "zebra", "ignore_eos": True, "top_k": -1, "top_p": None}
+    [expected] = engine.generate("The capital", ours)
+    found = engine.generate(["The capital", [5, 6, 7]], theirs, progress=True)
+    assert found[0][0].token_ids == expected[0].token_ids and len(found[0].outputs[0].token_ids) == 5
+    assert [each.prompt for each in found] == ["The capital", None] and found[1].prompt_token_ids == [5, 6, 7]
+    assert "2/2" in capfd.readouterr().err
+    [[digits]] = engine.generate("x", {"regex": "[0-9]{3}", "max_new_tokens": 9})
+    assert re.fullmatch("[0-9]{3}", digits.text)
+    with pytest.raises(InvalidValueError, match="'max_token', did you mean max_tokens"):
+        engine.generate("x", {"max_token": 5})
+    with pytest.raises(InvalidValueError, match="max_tokens is given twice"):
+        engine.generate("x", {"max_tokens": 5, "max_new_tokens": 5})
+    with pytest.raises(InvalidValueError, match="temperature"):
+        engine.generate("x", {"temperature": "hot"})
+
+
+def test_an_engine_takes_the_arguments_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("DIR", {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_num_seqs": 4})
+    assert (config.mesh.tensor, config.cache.memory_fraction, config.scheduler.max_num_seqs) == (2, 0.5, 4)
+    config = config_of(None, {"model_path": "DIR", "tp_size": 2, "context_length": 64, "enforce_eager": True})
+    assert (config.model.path, config.mesh.tensor, config.model.max_model_len) == ("DIR", 2, 64)
+    assert "enforce_eager has no effect" in caplog.text
+    config = config_of("DIR", {"dtype": "bfloat16", "kv_cache_dtype": "int8", "disable_log_stats": False})
+    assert (config.model.dtype, config.cache.dtype, config.logging.stats_interval) == ("bfloat16", "int8", 10.0)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    config = config_of("DIR", {"speculative_config": drafts})
+    assert (config.speculation.method, config.speculation.num_speculative_tokens) == ("ngram", 3)
+    for keys, message in (
+        ({"tensor": 1, "tensor_parallel_size": 2}, "given twice"),
+        ({"enable_lora": True}, "enable_lora is no argument"),
+        ({"tensor_paralel_size": 2}, "unknown argument tensor_paralel_size"),
+        ({"model_path": "OTHER"}, "two models"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config_of("DIR", keys)
+
+
+def test_embeddings_in_process(engine: Engine) -> None:
+    texts = ["Paris", "the capital of France"]
+    expected = [np.frombuffer(each[0].embedding or b"", "<f4") for each in engine.generate(texts, EMBED)]
+    found = engine.embed(texts)
+    assert found.dtype == np.float32 and found.shape == (2, engine.info.embedding_size)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(
+        engine.embed([[5, 6], [7]], dimensions=4)[1], engine.embed([7], dimensions=4)[0], atol=1e-5
+    )
+    for ask in (lambda: engine.score("a", ["b"]), lambda: engine.rerank("a", ["b"]), lambda: engine.classify("a")):
+        with pytest.raises(InvalidValueError, match="does not support"):
+            ask()
+    with pytest.raises(InvalidValueError, match="no field dimension"):
+        engine.embed("a", dimension=4)
+    with pytest.raises(InvalidValueError, match="input"):
+        engine.embed([])

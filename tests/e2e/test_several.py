@@ -150,7 +150,7 @@ def test_models_are_listed_with_their_states(front: Front, client: openai.OpenAI
     assert shown.id == "alias" and shown.max_model_len == 2048 and shown.status["value"] == "loaded"
     health = httpx2.get(f"{front.url}/health").json()
     assert health["status"] == "ready" and health["models"]["demo"] == "loaded"
-    assert front.value('jaxserve:model_loaded{model="demo"}') == 1
+    assert front.value('jaxserve:model_loaded{model="demo",model_name="demo"}') == 1
 
 
 class Steady(threading.Thread):
@@ -244,7 +244,8 @@ def test_the_page_shows_a_load_and_the_files_of_the_chosen_model(
 
 def test_a_client_that_leaves_ends_its_request(front: Front, client: openai.OpenAI) -> None:
     generated, running = (
-        f'jaxserve:{name}{{model="demo"}}' for name in ("generation_tokens_total", "num_requests_running")
+        f'jaxserve:{name}{{model="demo",model_name="demo"}}'
+        for name in ("generation_tokens_total", "num_requests_running")
     )
     before = front.value(generated)
     stream: Any = client.completions.create(

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.errors import InvalidValueError, ModelLoadError, ServerError
+from jaxserve.types.calls import UpdateFromDirectory, UpdateFromFile
 from jaxserve.types.step import FinishReason
 from tests.api.fakes import DEMO
 from tests.conftest import FEW_PAGES
@@ -93,8 +94,8 @@ TABLE = "model.embed_tokens.weight"
 UPDATES: dict[str, Callable[[Engine, Path], Any]] = {
     "names": lambda engine, _: engine.update_weights(tensors(1)),
     "pairs": lambda engine, _: engine.update_weights(iter(tensors(1).items()), delete_old=False),
-    "directory": lambda engine, path: engine.control.update_from_directory(str(path)),
-    "file": lambda engine, path: engine.control.update_from_file(str(path / "model.safetensors")),
+    "directory": lambda engine, path: engine.control.update_from_directory(UpdateFromDirectory(path=str(path))),
+    "file": lambda engine, path: engine.control.update_from_file(UpdateFromFile(path=str(path / "model.safetensors"))),
     "tied": lambda engine, _: engine.update_weights(tensors(1) | {"lm_head.weight": tensors(1)[TABLE]}),
 }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ from jaxserve.config import Config
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import _restore_pages, _scheduler_config
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
-from jaxserve.runtime.kv_cache import group_window
+from jaxserve.runtime.kv_cache import layer_groups, layer_reach
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.page_file import PageFileConfig
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, WindowSize
-from tests.fakes import make_request, run_all
+from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, Span
+from tests.fakes import groups_of, make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_logits
@@ -49,11 +50,11 @@ class Served:
     def core(self, **changes: Any) -> EngineCore:
         """A new scheduler over the compiled programs; the pages' old content must not matter."""
         plan, config = self.runner.plan, self.runner.config
-        assert plan.window == WINDOW
+        chunked = any(self.model.config.layer_chunks)
+        assert [group.reach for group in plan.groups] == [("chunk" if chunked else "window", WINDOW)]
         sizes: dict[str, Any] = {
             "num_pages": plan.num_pages,
-            "num_window_pages": plan.num_window_pages,
-            "window": plan.window,
+            "groups": groups_of(plan, changes),
             "page_size": PAGE,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -63,9 +64,10 @@ class Served:
         return EngineCore(self.runner, scheduler, CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,)))
 
 
-# gpt_oss and mistral differ most: some layers windowed, with sinks; and all of them
-LONG = ("gemma2", "gemma3", "mistral, deterministic")
-SERVED = ["gpt_oss", "mistral", *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)]
+# gpt_oss and mistral differ most: some layers windowed, with sinks; and all of them. Layers of gemma4_e read other
+# layers' caches and have other heads, and those of llama4 see chunks
+LONG = ("gemma2", "gemma3", "mistral, deterministic", "gemma4_e, deterministic", "llama4, deterministic")
+SERVED = ["gpt_oss", "mistral", "gemma4_e", "llama4", *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)]
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -86,17 +88,17 @@ def served(
         num_pages=512,
         cache_dtype=jnp.dtype("float32"),
         deterministic=bool(deterministic),
-        host_memory=2**20,
+        host_memory=2**21,
         compile_cache=Path(compile_cache),
     )
     arrays = np.load(GOLDENS / f"{case}.npz")
     with quick_programs():
         runner = ModelRunner(model, config, mesh)
-    yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist(), crowd(model))
+    yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist(), crowd())
     runner.close()
 
 
-def crowd(model: LoadedModel) -> dict[str, list[int]]:
+def crowd() -> dict[str, list[int]]:
     rng = random.Random(3)
     stem = [rng.randrange(3, families.VOCAB) for _ in range(30)]
     cuts = [(rng.randrange(31), rng.randrange(1, 40)) for _ in range(9)]
@@ -153,7 +155,7 @@ def test_evicted_pages_of_both_groups_come_back(
 ) -> None:
     """One request after the other takes the pages of others: the second time they are in the memory of the host."""
     plan = served.runner.plan
-    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.num_host_window_pages}
+    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.host_pages_by_group[1]}
     computed, compiles = {}, served.runner.num_compiles()
     for name, keys in (("device", {}), ("host", host)):
         core = served.core(**few, **keys)
@@ -167,12 +169,40 @@ def test_evicted_pages_of_both_groups_come_back(
     assert served.runner.num_compiles() == compiles
 
 
+@pytest.mark.parametrize("killed", [True, False], ids=["engine", "device"])
+def test_what_a_failure_interrupts_goes_on(served: Served, expected: dict[str, list[int]], killed: bool) -> None:
+    """A new engine is given the tokens that the killed one had sent; after a device's failure the engine has them."""
+    core, found = served.core(), {name: list[int]() for name in served.crowd}
+    for name, prompt in served.crowd.items():
+        core.add(make_request(name, prompt, max_tokens=NEW))
+    for _ in range(30):
+        for output in core.step():
+            found[output.request_id] += output.token_ids
+    begun = {name: list(tokens) for name, tokens in found.items() if 0 < len(tokens) < NEW}
+    assert len(begun) == 4, "all that run are interrupted"
+    served.runner.rebuild()
+    waiting = {name: prompt for name, prompt in served.crowd.items() if len(found[name]) < NEW}
+    requests = []
+    if killed:
+        core = served.core()
+        requests = [
+            make_request(name, prompt, max_tokens=NEW, resumed_token_ids=found[name])
+            for name, prompt in waiting.items()
+        ]
+    else:
+        core.recover()
+    transcripts = run_all(core, requests)
+    assert {
+        name: [*tokens, *(transcripts[name].token_ids if name in waiting else [])] for name, tokens in found.items()
+    } == expected
+
+
 def test_a_crowd_with_pages_in_the_memory_of_the_host(served: Served, expected: dict[str, list[int]]) -> None:
     """Requests that are preempted, and prefixes that others share, with few copies and many."""
     plan = served.runner.plan
     for num_host_pages, num_host_window_pages in (
         (9, 7),
-        (plan.num_host_pages, plan.num_host_window_pages),
+        (plan.num_host_pages, plan.host_pages_by_group[1]),
     ):
         core = served.core(
             new_token_ratio=0.01,
@@ -189,10 +219,10 @@ def test_a_crowd_with_pages_in_the_memory_of_the_host(served: Served, expected: 
 def test_a_new_engine_finds_the_pages_of_both_groups_in_the_files(
     served: Served, expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    if None in served.model.config.windows:
+    if None in map(layer_reach, served.model.config.attention_layers):
         pytest.skip("the other model has the harder case: one of its files has pages without bytes")
     config, plan = served.runner.config, served.runner.plan
-    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.num_host_window_pages}
+    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.host_pages_by_group[1]}
     computed = []
     for _ in range(2):
         file = PageFileConfig(tmp_path, "model")
@@ -216,29 +246,31 @@ def test_a_page_given_away_too_early_shows(
     """The mutant keeps one page less than the next token sees. (The page of the first tokens that it sees would not
     do: who gets it writes one token a step, each just after it has left the window.)"""
 
-    def early(size: WindowSize, position: int) -> int:
-        return max(0, position - size.window + 1) // size.page_size + 2
+    def early(size: Span, position: int) -> int:
+        return max(0, position - size.reach.tokens + 1) // size.page_size + 2
 
-    monkeypatch.setattr(WindowSize, "first_needed", early)
+    monkeypatch.setattr(Span, "first_needed", early)
     assert tokens_of(served.core(num_window_pages=16, prefix_cache=False), served.crowd) != expected
 
 
 def test_what_is_not_in_a_window_takes_no_memory(served: Served) -> None:
     """Each layer has the pages of its group; where all have a window the other group is numbers without bytes."""
-    plan, layers = served.runner.plan, served.model.config.windows
-    assert plan.num_window_pages == 2 * 4 * 5 + 2 * 4, "the windows of four requests, twice, and two chunks"
-    pages = [plan.num_pages if window is None else plan.num_window_pages for window in layers]
-    assert [cache.shape[0] for cache in served.runner.caches] == pages
-    assert plan.kv_bytes == sum(cache.nbytes for cache in served.runner.caches)
-    assert (plan.page_bytes == 0) == (None not in layers)
+    plan, layers = served.runner.plan, served.model.config.attention_layers
+    assert plan.groups[0].num_pages == 2 * 4 * 5 + 2 * 4, "the windows of four requests, twice, and two chunks"
+    of_group = {layer: plan.groups[0].num_pages if layer_reach(layer) else plan.num_pages for layer in layers}
+    pages = [of_group[layer] for layer in layers if layer.reads is None]
+    caches = jax.tree.leaves(served.runner.caches)
+    assert [cache.shape[0] for cache in caches] == pages
+    assert plan.kv_bytes == sum(cache.nbytes for cache in caches)
+    assert (plan.page_bytes == 0) == all(map(layer_reach, layers))
 
 
 def test_the_scheduler_gets_the_plans_numbers(served: Served) -> None:
     config, plan = _scheduler_config(Config(), served.runner, UNTIMED), served.runner.plan
-    assert (config.window, config.num_window_pages) == (WINDOW, plan.num_window_pages)
+    assert config.groups == plan.group_sizes
     assert config.num_pages == plan.num_pages
 
 
 def test_a_context_within_the_window_has_one_group(served: Served) -> None:
-    layers = served.model.config.attention_layers
-    assert [group_window(layers, longest) for longest in (11, 12, 13)] == [None, None, 12]
+    layers, reach = served.model.config.attention_layers, served.runner.plan.groups[0].reach
+    assert [layer_groups(layers, longest) for longest in (11, 12, 13)] == [(), (), (reach,)]

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from jaxserve.library.serving import RunningServer
 from tests.api.fakes import DEMO
+from tests.scrape import values
 from tests.waiting import LAST_RESORT, wait_until
 
 QUESTIONS = [
@@ -126,10 +127,8 @@ def wait_for(server: RunningServer, code: int) -> float:
 
 
 def stats(server: RunningServer) -> dict[str, float]:
-    """Values of /metrics without labels."""
-    lines = httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text.splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#") and "{" not in line]
-    return {name: float(value) for name, value in pairs}
+    """Values of /metrics by name."""
+    return values(httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text)
 
 
 def tensors(seed: int) -> dict[str, np.ndarray]:

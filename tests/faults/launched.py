@@ -17,6 +17,7 @@ import httpx2
 import psutil
 
 from tests.conftest import SMALL
+from tests.scrape import values
 from tests.waiting import LAST_RESORT
 
 
@@ -143,10 +144,8 @@ class Launched:
         return texts
 
     def stats(self) -> dict[str, float]:
-        """Values of /metrics without labels."""
-        lines = httpx2.get(f"{self.url}/metrics", timeout=LAST_RESORT).text.splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#") and "{" not in line]
-        return {name: float(value) for name, value in pairs}
+        """Values of /metrics by name."""
+        return values(httpx2.get(f"{self.url}/metrics", timeout=LAST_RESORT).text)
 
     def port_is_free(self) -> bool:
         with socket.socket() as probe:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.api.batch.helpers import input_file
 from tests.api.conftest import LiveServer
+from tests.scrape import values
 
 SIZE = 3 * 2**20
 
@@ -73,8 +74,8 @@ def test_a_full_disk(disk: Path, tmp_path: Path) -> None:
         assert paused["status"] == "in_progress" and paused["request_counts"]["failed"] == 0
         assert get(live, "/v1/batches")["data"] == [paused]
         until(live, "/health", lambda health: health["store"]["status"] == "full")
-        metrics = live.http.get("/metrics").text
-        assert "jaxserve:store_writable 0.0" in metrics and "jaxserve:batches_paused 1.0" in metrics
+        metrics = values(live.http.get("/metrics").text)
+        assert metrics["jaxserve:store_writable"] == 0 and metrics["jaxserve:batches_paused"] == 1
         assert live.post("/v1/chat/completions", chat).status_code == 200  # online requests do not notice
         assert get(live, batch_path) == paused
 

@@ -17,6 +17,7 @@ import zmq
 from jaxserve.config import Config
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.socket_directory import STATE
+from jaxserve.types.calls import FlushCache, ReadWeights
 from jaxserve.types.messages import (
     Abort,
     Add,
@@ -39,8 +40,8 @@ WHOLE = [
         Add.of(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(logit_bias={1: 1.0}))),
         Add.of(EngineRequest(request_id="g", prompt_token_ids=[1], params=SamplingParams(logprobs=2), deadline=3.0)),
         Abort(["r"]),
-        Call(1, "flush_cache"),
-        Call(2, "nothing", {"a": [1]}),
+        Call(1, FlushCache()),
+        Call(2, ReadWeights("nothing", 1)),
     )
 ]
 ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, -(2**63), 1e308, float("nan"), float("inf"), "", "\0", "é" * 99]
@@ -79,7 +80,11 @@ def invented(rng: random.Random) -> bytes:
     message |= {"siblings": [[f"f{rng.randrange(50)}", rng.randrange(9)] for _ in range(rng.randrange(1, 4))]}
     if rng.random() < 0.1:
         message[rng.choice(["prompt", "siblings"])] = rng.choice(ODD)
-    message |= {"request_ids": rng.choice(ODD), "call_id": rng.choice(ODD), "method": rng.choice(ODD)}
+    message |= {
+        "request_ids": rng.choice(ODD),
+        "call_id": rng.choice(ODD),
+        "call": rng.choice([*ODD, {"type": "waiting"}, {"type": "read_weights", "tensor": "x", "num_rows": -1}]),
+    }
     return msgspec.msgpack.encode(message)
 
 

@@ -167,6 +167,8 @@ def live(store: Path, seen: Seen, rng: random.Random, *, engine: bool) -> None:
         ]
         for thread in threads:
             thread.start()
+        if not seen.ended:  # the first life: on a busy machine a random time may be too short for any answer
+            wait_until(lambda: seen.ended and seen.accepted, "no response ended")
         time.sleep(rng.uniform(0, 0.7))
         if engine:
             server.kill_engine()

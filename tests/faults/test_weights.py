@@ -20,6 +20,7 @@ from jaxserve.library.serving import RunningServer
 from tests.api.fakes import DEMO
 from tests.conftest import FEW_PAGES
 from tests.faults.helpers import engine_process, tensors
+from tests.scrape import values
 from tests.waiting import LAST_RESORT, wait_until
 
 PROMPTS = ["Once upon a time", "A dog and a cat went to the sea. They", "a"]
@@ -99,8 +100,7 @@ def compiles_nothing(server: RunningServer, originals: list[Any]) -> Iterator[No
 
 def metric(server: RunningServer, name: str) -> float:
     with client(server) as http:
-        lines = http.get("/metrics").text.splitlines()
-    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+        return values(http.get("/metrics").text)[name]
 
 
 def test_from_a_directory_and_from_bytes(server: RunningServer, expected: list[Any], originals: list[Any]) -> None:

@@ -22,6 +22,7 @@ from jaxserve.library.serving import RunningServer, launch_server
 from jaxserve.types.sampling import SamplingParams
 from tests.fakes import alone
 from tests.faults.fake_engine import CONFIG, SEGFAULT
+from tests.scrape import values
 from tests.waiting import LAST_RESORT, wait_until
 
 ENGINE = "tests.faults.fake_engine"
@@ -80,8 +81,7 @@ def expected(prompt: list[int], count: int, **fields: Any) -> list[int]:
 
 def metrics(server: RunningServer) -> dict[str, float]:
     with client(server) as http:
-        lines = http.get("/metrics").text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line and line[0] != "#")}
+        return values(http.get("/metrics").text)
 
 
 def idle(server: RunningServer) -> None:

@@ -1,0 +1,104 @@
+"""A model whose layers see a window of 12, chunks of 8 and a window of 6: three groups, beside group 0 without layers.
+
+Its tokens are those of dense attention, past the borders and across them in a chunk of a prompt, whatever the prefix
+cache, the chunks of prompts and the shortage of pages.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.types.scheduling import GroupSizes, SchedulerConfig
+from tests.e2e.test_windows import GOLDENS, LONGEST, NEW, PAGE, crowd, tokens_of
+from tests.models import families
+from tests.models.checkpoints import write_checkpoint
+from tests.models.dense import dense_logits
+from tests.quick import quick_programs
+
+CASE = "gemma3"
+WINDOWS, CHUNKS = (12, None, 6), (None, 8, None)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[ModelRunner]:
+    shapes = json.loads((GOLDENS / f"{CASE}.json").read_text())["shapes"]
+    tensors = families.tensors_of(CASE, {name: tuple(shape) for name, shape in shapes.items()})
+    directory = write_checkpoint(tmp_path_factory.mktemp(CASE), families.CASES[CASE], tensors)
+    mesh, model = make_mesh("cpu"), read_config(directory)
+    config = model.replace(layer_windows=WINDOWS, layer_chunks=CHUNKS, local_rope=None)
+    loaded = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh, config=config)
+    limits = RunnerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=LONGEST,
+        page_size=PAGE,
+        num_pages=512,
+        cache_dtype=jnp.dtype("float32"),
+        host_memory=2**20,
+        compile_cache=Path(compile_cache),
+    )
+    with quick_programs():
+        made = ModelRunner(loaded, limits, mesh)
+    yield made
+    made.close()
+
+
+def core_of(runner: ModelRunner, **changes: Any) -> EngineCore:
+    runner.rebuild()
+    sizes: dict[str, Any] = {
+        "num_pages": runner.plan.num_pages,
+        "groups": runner.plan.group_sizes,
+        "page_size": PAGE,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": LONGEST,
+    }
+    options = CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,))
+    return EngineCore(runner, SchedulerConfig(**(sizes | changes)), options)
+
+
+def few(runner: ModelRunner) -> tuple[GroupSizes, ...]:
+    """Groups with hardly more pages than one sequence needs."""
+    spans = core_of(runner).scheduler.config.spans
+    groups = zip(runner.plan.group_sizes, spans, strict=True)
+    return tuple(dataclasses.replace(group, num_pages=span.least(LONGEST) + 2) for group, span in groups)
+
+
+def test_tokens_of_layers_of_three_kinds_are_those_of_dense_attention(runner: ModelRunner) -> None:
+    assert [group.reach for group in runner.plan.groups] == [("window", 12), ("chunk", 8), ("window", 6)]
+    prompts, model = crowd(), runner.structure
+    core = core_of(runner, prefix_cache=False)
+    expected = {}
+    for name, prompt in prompts.items():
+        expected |= tokens_of(core, {name: prompt})
+        ids = np.zeros(LONGEST, np.int32)
+        ids[: len(prompt) + NEW] = prompt + expected[name]
+        logits = np.asarray(dense_logits(model, runner.leaves, jnp.asarray(ids)))
+        assert logits[len(prompt) - 1 : len(prompt) + NEW - 1].argmax(axis=1).tolist() == expected[name]
+    for chunk in (None, 5):
+        core = core_of(runner, prefill_chunk_size=chunk)
+        for _ in range(2):  # the second time the cache is warm
+            assert tokens_of(core, prompts) == expected
+        assert core.scheduler.counters.cached_tokens > 0
+    host = {"num_host_pages": runner.plan.num_host_pages, "groups": few(runner)}
+    short = core_of(runner, num_pages=40, new_token_ratio=0.01, **host)
+    computed = []
+    for _ in range(2):
+        assert tokens_of(short, prompts) == expected
+        computed.append(short.scheduler.counters.prefill_tokens)
+    assert computed[1] < 2 * computed[0], "some pages came back from the memory of the host"
+    tiers = short.scheduler.kv.host
+    assert tiers is not None and all(tier.num_loaded for tier in tiers.tiers)
+    short.scheduler.check_integrity()

@@ -1,0 +1,181 @@
+"""Models with recurrent states through scheduler and runner: the tokens are transformers' own, whatever happens.
+
+That is with and without a prefix cache, at every border of chunks, in a crowd, after preemption and after the device's
+state was lost. Pages begin as NaN, so that a state that was never written shows.
+"""
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.ops.state import StateArrays
+from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.types.scheduling import SchedulerConfig, StateSizes
+from tests.fakes import make_request, run_all
+from tests.models import families
+from tests.models.checkpoints import write_checkpoint
+from tests.models.dense import dense_logits
+from tests.quick import quick_programs
+
+GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
+PAGE, BORDER, LONGEST, NEW = 16, 64, 256, 30
+OTHERS = ("lfm2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5, deterministic", "bamba")
+SERVED = ["lfm2", "qwen3_5", *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
+
+
+@dataclass(frozen=True)
+class Served:
+    model: LoadedModel
+    runner: ModelRunner
+    prompt: list[int]
+    greedy: list[int]  # of transformers
+
+    def core(self, **changes: Any) -> EngineCore:
+        """A new scheduler over the compiled programs, with states of NaN."""
+        runner, plan = self.runner, self.runner.plan
+        runner.rebuild()
+        runner.caches = tuple(
+            jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache) if isinstance(cache, StateArrays) else cache
+            for cache in runner.caches
+        )
+        sizes: dict[str, Any] = {
+            "num_pages": plan.num_pages,
+            "page_size": PAGE,
+            "max_num_seqs": runner.config.max_num_seqs,
+            "max_num_batched_tokens": runner.config.max_num_batched_tokens,
+            "max_model_len": LONGEST,
+            "states": StateSizes(plan.num_state_pages, 2 * BORDER, BORDER),
+        }
+        options = CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,))
+        return EngineCore(runner, SchedulerConfig(**(sizes | changes)), options)
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
+) -> Iterator[Served]:
+    case, _, deterministic = request.param.partition(", ")
+    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
+    tensors = families.tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+    directory = write_checkpoint(tmp_path_factory.mktemp(case), families.STATE_CASES[case], tensors)
+    mesh = make_mesh("cpu")
+    model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
+    config = RunnerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        max_model_len=LONGEST,
+        page_size=PAGE,
+        num_pages=128,
+        num_state_pages=6,
+        state_interval=2 * BORDER,
+        state_border=BORDER,
+        cache_dtype=jnp.dtype("float32"),
+        deterministic=bool(deterministic),
+        compile_cache=Path(compile_cache),
+    )
+    arrays = np.load(GOLDENS / f"{case}.npz")
+    with quick_programs():
+        runner = ModelRunner(model, config, mesh)
+    yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist())
+    runner.close()
+
+
+def crowd() -> dict[str, list[int]]:
+    """Prompts with a shared beginning, whose tails end before, at and after the borders of kept states."""
+    rng = random.Random(3)
+    stem = rng.choices(range(3, families.VOCAB), k=150)
+    tails = [(64, 1), (64, 2), (128, 1), (128, 63), (128, 64), (128, 65), (150, 1), (150, 20), (0, 40)]
+    return {f"r{i}": stem[:cut] + rng.choices(range(3, families.VOCAB), k=k) for i, (cut, k) in enumerate(tails)}
+
+
+def tokens_of(core: EngineCore, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    transcripts = run_all(core, [make_request(name, prompt, max_tokens=NEW) for name, prompt in prompts.items()])
+    core.scheduler.check_integrity()
+    return {name: transcripts[name].token_ids for name in prompts}
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served) -> dict[str, list[int]]:
+    """Of each prompt alone, without the cache: held to the model's logits over the whole sequence, with no pages."""
+    found: dict[str, list[int]] = {}
+    for name, prompt in crowd().items():
+        found |= tokens_of(served.core(prefix_cache=False), {name: prompt})
+        ids = np.zeros(LONGEST, np.int32)
+        ids[: len(prompt) + NEW] = prompt + found[name]
+        logits = np.asarray(dense_logits(served.model.structure, served.model.leaves, jnp.asarray(ids)))
+        assert logits[len(prompt) - 1 : len(prompt) + NEW - 1].argmax(axis=1).tolist() == found[name]
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65, None])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_transformers_tokens_at_every_border_of_chunks(served: Served, chunk: int | None, prefix_cache: bool) -> None:
+    core = served.core(prefill_chunk_size=chunk, prefix_cache=prefix_cache)
+    for name in ("first", "again"):
+        request = make_request(name, served.prompt, max_tokens=len(served.greedy))
+        assert run_all(core, [request])[name].token_ids == served.greedy
+
+
+@pytest.mark.parametrize("chunk", [None, 65])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_in_a_crowd(served: Served, expected: dict[str, list[int]], chunk: int | None, prefix_cache: bool) -> None:
+    core = served.core(prefill_chunk_size=chunk, prefix_cache=prefix_cache)
+    for _ in range(2):  # the second time the cache is warm
+        assert tokens_of(core, crowd()) == expected
+    assert (core.scheduler.counters.cached_tokens > 0) == prefix_cache
+
+
+def test_few_pages_and_few_states(served: Served, expected: dict[str, list[int]]) -> None:
+    """Requests are preempted, and states are evicted."""
+    states = StateSizes(served.runner.plan.num_state_pages, BORDER, BORDER)
+    core = served.core(num_pages=18, new_token_ratio=0.01, states=states)
+    for _ in range(2):
+        assert tokens_of(core, crowd()) == expected
+    assert core.scheduler.counters.retractions > 0
+
+
+def test_siblings_share_a_state(served: Served, expected: dict[str, list[int]]) -> None:
+    core, prompt = served.core(), crowd()["r5"]
+    requests = [make_request(f"s{i}", prompt, max_tokens=NEW, group="one") for i in range(3)]
+    transcripts = run_all(core, requests)
+    assert all(transcript.token_ids == expected["r5"] for transcript in transcripts.values())
+    assert core.scheduler.counters.prefill_tokens == len(prompt) + 2 * (len(prompt) - 192)
+
+
+def test_after_the_devices_state_was_lost(served: Served, expected: dict[str, list[int]]) -> None:
+    core = served.core()
+    for name, prompt in crowd().items():
+        core.add(make_request(name, prompt, max_tokens=NEW))
+    found: dict[str, list[int]] = {name: [] for name in crowd()}
+    for step in range(10_000):
+        if step == 12:
+            served.runner.rebuild()
+            core.recover()
+        for output in core.step():
+            found[output.request_id] += output.token_ids
+        if not core.has_work:
+            break
+    assert found == expected
+
+
+def test_a_planned_pool_holds_what_may_run(served: Served) -> None:
+    plan = served.runner.plan
+    states = [cache for cache in served.runner.caches if isinstance(cache, StateArrays)]
+    assert plan.pages_by_group == (plan.num_pages, 6)
+    assert plan.num_state_pages * plan.state_page_bytes == sum(
+        x.nbytes for each in states for x in jax.tree.leaves(each)
+    )
+    assert dataclasses.asdict(plan)["num_state_pages"] == 6
