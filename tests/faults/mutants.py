@@ -218,7 +218,7 @@ MUTANTS = (
         "jaxserve/grammar/checker.py",
         "process.stdin.write(frame(Cancel(check_id)))",
         "pass",
-        "tests/grammar/test_compile.py::test_a_check_that_nobody_waits_for_is_ended",
+        "tests/grammar/test_checker.py::test_a_check_that_nobody_waits_for_is_ended",
     ),
     Mutant(
         "a queue without an end",

@@ -26,8 +26,20 @@ with contextlib.suppress(ConfigError):  # a machine without a C compiler: test_n
 KINDS: tuple[Kind, ...] = ("delta", "channel_delta", "mamba2", "convolution")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+def worlds(*interpreted: Kind) -> pytest.MarkDecorator:
+    """Parametrize a test over all backends and kinds; the interpreted kernel's other kinds are in the slow tier.
+
+    A case of the interpreted kernel takes 10 s to 40 s of one core, which is ten times what the other backends take.
+    """
+    cases = []
+    for backend in BACKENDS:
+        for kind in KINDS:
+            marks = [pytest.mark.slow] if backend == "triton" and kind not in interpreted else []
+            cases.append(pytest.param(backend, kind, marks=marks))
+    return pytest.mark.parametrize(("backend", "kind"), cases)
+
+
+@worlds("delta", "convolution")
 def test_prompts_cut_anywhere_then_tokens(backend: str, kind: Kind) -> None:
     """Chunks that end at every place around 1, 63, 64 and 65, a crowd of them in one step, and one token at a time."""
     world = World(spec_of(kind), BACKENDS[backend])
@@ -39,8 +51,7 @@ def test_prompts_cut_anywhere_then_tokens(backend: str, kind: Kind) -> None:
         world.step([Row(s, 1, unsure=1) for s in sequences], empty_rows=0, padding=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@worlds("mamba2")
 def test_snapshots_begin_other_sequences(backend: str, kind: Kind) -> None:
     """A copy at 64 and 128 begins sequences with every short tail, in the step after the one that wrote it."""
     world = World(spec_of(kind), BACKENDS[backend])
@@ -55,8 +66,7 @@ def test_snapshots_begin_other_sequences(backend: str, kind: Kind) -> None:
         world.free += [s.page for s in others]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@worlds("channel_delta")
 def test_rows_that_come_again_change_nothing(backend: str, kind: Kind) -> None:
     world = World(spec_of(kind), BACKENDS[backend])
     s = world.sequence(100)
@@ -65,8 +75,7 @@ def test_rows_that_come_again_change_nothing(backend: str, kind: Kind) -> None:
         world.step([Row(s, 1, unsure=1)], again=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@worlds("mamba2")
 def test_rejected_drafts_leave_no_trace(backend: str, kind: Kind) -> None:
     """Rows of a token and up to 3 drafts, of which any number is accepted: the next row begins behind those."""
     world = World(spec_of(kind), BACKENDS[backend], max_drafts=3)
