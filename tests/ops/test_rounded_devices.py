@@ -170,7 +170,7 @@ def setup_of(
     packing = SimpleNamespace(role="values", kind=kind, wide=(64, 256), group=form["group"], zeros=form["zeros"])
     spec = SimpleNamespace(dtype=jnp.dtype(form["dtype"]), packing=packing, axes=form["axes"])
     stored = SimpleNamespace(rounds_activations=made_for)
-    config = SimpleNamespace(stored_form=stored, quantization="stored", moe=form["moe"])
+    config = SimpleNamespace(stored_form=stored, quantization="stored", moe=form["moe"], gated_mlp=True)
     structure = SimpleNamespace(specs=[spec], activation_dtype=jnp.dtype(form.get("activations", "bfloat16")))
     loaded: Any = SimpleNamespace(structure=structure, config=config, directory="here")
     device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="")
