@@ -15,6 +15,8 @@ def renamed(name: str, rules: Rules) -> str:
     name = start[1] + name.removeprefix(start[0])
     for there, here in rules:
         if there[0] == ".":
+            if there in here:  # a name that is already the one here stays
+                name = name.replace(here, there)
             name = name.replace(there, here)
     return name
 

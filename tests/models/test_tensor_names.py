@@ -26,3 +26,9 @@ RULES: Rules = (
 def test_there_and_back(there: str, here: str) -> None:
     assert renamed(there, RULES) == here
     assert there.removesuffix(".weight") in published_names(here.removesuffix(".weight"), RULES)
+
+
+def test_a_name_that_is_already_the_one_here_stays() -> None:
+    rules: Rules = ((".share_expert.", ".moe.share_expert."),)
+    here = "model.layers.1.moe.share_expert.up_proj.weight"
+    assert renamed("model.layers.1.share_expert.up_proj.weight", rules) == renamed(here, rules) == here
