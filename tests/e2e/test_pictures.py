@@ -268,6 +268,7 @@ def test_in_process_engines_answer_the_same(model: Path, compile_cache: str) -> 
             assert answer.choices[0].message.content == golden(name)
 
 
+@pytest.mark.slow  # 35 s; tests/models/test_pictures.py holds this tower to transformers' rows and logits
 def test_qwen2_5_vl_reads_pictures_too(tmp_path: Path, compile_cache: str) -> None:
     directory = write_model(OTHER, tmp_path / OTHER)
     assert CASES[OTHER]["model_type"] == "qwen2_5_vl"

@@ -42,7 +42,12 @@ async def beside(engine: AsyncEngine, bad: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mark", "at"), [(SEGFAULT, 1), (EXIT, 30), pytest.param(OUT_OF_MEMORY, 7, marks=pytest.mark.slow), (HANG, 12)]
+    ("mark", "at"),
+    [
+        (SEGFAULT, 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((EXIT, 30), (OUT_OF_MEMORY, 7))),
+        (HANG, 12),
+    ],
 )
 def test_a_request_that_kills_the_process_ends_alone(mark: int, at: int) -> None:
     """At its first step or in mid-stream; also where it never comes back, and the watchdog kills the process."""

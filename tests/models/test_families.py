@@ -111,7 +111,10 @@ def test_greedy_through_pages(case: str, chunk: int, goldens: Callable[[str], Go
     assert paged.greedy(model, golden.ids, len(golden.greedy), chunk) == golden.greedy
 
 
-@pytest.mark.parametrize("case", CASES)
+# one family of each kind of layer: rounding adds nothing to what float32 shows of the others
+@pytest.mark.parametrize(
+    "case", [case if case in PAGED else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_bfloat16_moves_no_more_than_transformers(case: str, goldens: Callable[[str], Golden]) -> None:
     """Of a model with experts, rounding decides a near tie between two of them for at most 2 of 40 tokens."""
     golden, config = goldens(case), from_hf(CASES[case])

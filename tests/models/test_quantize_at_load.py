@@ -181,6 +181,7 @@ def test_a_converted_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "converted", "int8")
 
 
+@pytest.mark.slow  # 45 s; test_stored_floats.py shards the same forms as published
 def test_over_devices(tmp_path: Path) -> None:
     """The same leaves and tokens as on one device; groups that cannot be split evenly are refused by name."""
     flags = f"--xla_force_host_platform_device_count=4 {QUICK_FLAGS}"

@@ -96,6 +96,7 @@ def test_after_a_retraction(deterministic: ModelRunner, reference: tuple[object,
     assert trace(again) == reference
 
 
+@pytest.mark.slow  # 25 s, mostly for compiling; test_chunked_any_way holds that no bit depends on a step's size
 def test_on_a_runner_of_other_sizes(
     tiny_model: LoadedModel, make_runner: Callable[..., ModelRunner], reference: tuple[object, ...]
 ) -> None:

@@ -39,7 +39,10 @@ class Recorder(DeviceDrafts):
         super().take(request, drafts)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fast", "deterministic"])
+# without `deterministic` the tokens are compared by tests/e2e/test_draft_model.py too
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["fast", "deterministic"]
+)
 def guessing(
     request: pytest.FixtureRequest, tiny_model: LoadedModel, make_runner: Callable[..., ModelRunner]
 ) -> ModelRunner:

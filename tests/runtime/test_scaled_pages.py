@@ -86,7 +86,7 @@ class Served:
 
 
 # they differ from the others in what the kernels' own tests and those of pages of 16 bits hold
-LONG = ("windows", "sinks", "deterministic")
+LONG = ("windows", "sinks", "deterministic", "drafts")
 PARAMS = [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in SERVED]
 
 

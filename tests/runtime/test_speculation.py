@@ -203,7 +203,8 @@ def test_an_end_among_drafts(speculating: ModelRunner, plain: dict[str, Seen], e
     assert all(accepted <= count for accepted, count in counts)
 
 
-@pytest.mark.parametrize("case", ["gemma3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["gemma3", "deepseek_v3"])
+@pytest.mark.slow  # 25 s a case, for compiling; windows and latent pages without drafts have tests of their own
 def test_windows_experts_and_latent_attention(case: str, case_model: LoadedModel, make_runner: MakeRunner) -> None:
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
     runner = make_runner(case_model, max_drafts=DRAFTS, **sizes)
