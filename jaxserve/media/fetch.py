@@ -16,8 +16,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from jaxserve.errors import InvalidValueError
@@ -93,33 +95,27 @@ class Fetcher:
         """Return the body, at most one byte too long, or the place that a redirect names."""
         host, secure = parts.hostname or "", parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
-        line = self._connected(host, port, deadline)
-        if secure:
-            context = ssl.create_default_context()
-            line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
-        # the last resort against one byte a second: the connection is cut at the deadline, whatever waits for it
-        cut = threading.Timer(max(0.0, deadline - time.monotonic()), _cut, (line,))
-        cut.daemon = True
-        cut.start()
-        connection = http.client.HTTPConnection(host, port)
-        connection.sock = line
-        try:
-            if isinstance(line, ssl.SSLSocket):
-                line.do_handshake()
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(self._connected(host, port, deadline))
+            if secure:
+                context = ssl.create_default_context()
+                sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+                stack.enter_context(sock)
+            stack.enter_context(_cut_at(deadline, sock))
+            connection = stack.enter_context(contextlib.closing(http.client.HTTPConnection(host, port)))
+            connection.sock = sock
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             headers = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-Encoding": "identity"}
             connection.request("GET", path, headers={"Host": parts.netloc, **headers})
-            with contextlib.closing(connection.getresponse()) as response:
-                if response.status in (301, 302, 303, 307, 308):
-                    return b"", response.headers.get("Location", "")
-                coded = response.headers.get("Content-Encoding", "identity").lower() != "identity"
-                if response.status != 200 or coded:
-                    raise ValueError(f"status {response.status}")
-                return self._body(response, deadline), None
-        finally:
-            cut.cancel()
-            connection.close()
-            line.close()
+            response = stack.enter_context(contextlib.closing(connection.getresponse()))
+            if response.status in (301, 302, 303, 307, 308):
+                return b"", response.headers.get("Location", "")
+            coded = response.headers.get("Content-Encoding", "identity").lower() != "identity"
+            if response.status != 200 or coded:
+                raise ValueError(f"status {response.status}")
+            return self._body(response, deadline), None
 
     def _body(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
         data = bytearray()
@@ -135,24 +131,54 @@ class Fetcher:
         return bytes(data)
 
     def _connected(self, host: str, port: int, deadline: float) -> socket.socket:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = _looked_up(host, port, deadline)
         addresses = [(family, place) for family, _, _, _, place in found]
         if not all(self.is_allowed_address(str(place[0])) for _, place in addresses):
             raise ValueError("not a public address")
         family, place = addresses[0]
-        line = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            line.settimeout(max(0.001, deadline - time.monotonic()))
-            line.connect(place)
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(place)
         except BaseException:
-            line.close()
+            sock.close()
             raise
-        return line
+        return sock
 
 
-def _cut(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
+def _looked_up(host: str, port: int, deadline: float) -> list[tuple[Any, ...]]:
+    """Return what getaddrinfo says of a host. Raises OSError, at the deadline too, and UnicodeError.
+
+    getaddrinfo takes no timeout, and a resolver that is silent holds it for 30 s by default. So it runs in a thread
+    that is left behind at the deadline.
+    """
+    found: Future[list[tuple[Any, ...]]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look_up, name="jaxserve-lookup", daemon=True).start()
+    return found.result(max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _cut_at(deadline: float, sock: socket.socket) -> Iterator[None]:
+    """Cut a connection at the deadline, whatever waits for it: its own timeout begins again with each byte."""
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _failed(message: str, param: str) -> InvalidValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -49,10 +50,11 @@ class Site:
     def _answer(self, line: socket.socket) -> None:
         with line:
             asked = line.recv(8192)
+            if not asked:
+                return
             self.requests.append(asked)
-            path = asked.split()[1].decode() if asked else ""
             try:
-                self._say(line, path)
+                self._say(line, asked.split()[1].decode())
             except OSError:
                 return
 
@@ -125,6 +127,41 @@ def test_a_server_that_stalls_is_cut_at_the_deadline(site: Site, path: str) -> N
     with refused("could not be fetched"):
         fetcher(seconds=0.5).fetch(f"{site.url}/{path}", "here")
     assert time.monotonic() - began < 45  # trickling takes 50 s
+
+
+def test_a_resolver_that_is_silent_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, done, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def silent(*args: object, **kwargs: object) -> list[tuple[object, ...]]:
+        asked.set()
+        done.wait(60)
+        ended.set()
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    with refused("could not be fetched"):
+        fetcher(seconds=0.2).fetch("http://localhost/good", "here")
+    assert asked.is_set() and not ended.is_set()
+    done.set()
+
+
+def test_the_connection_is_closed_if_its_encryption_cannot_begin(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    class Recorded(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:
+            super().connect(address)
+            made.append(self)
+
+    def broken() -> ssl.SSLContext:
+        raise OSError("no certificates")
+
+    monkeypatch.setattr(ssl, "create_default_context", broken)
+    monkeypatch.setattr(socket, "socket", Recorded)
+    with refused("could not be fetched"):
+        fetcher().fetch(f"{site.url.replace('http', 'https')}/good", "here")
+    (sock,) = made
+    assert sock.fileno() == -1
 
 
 @pytest.mark.parametrize(
