@@ -94,6 +94,18 @@ def sentence_settings(directory: Path) -> Path | None:
     return next((path for name in _SENTENCE_FILES if (path := directory / name).is_file()), None)
 
 
+def picture_processor(directory: Path) -> dict[str, Any] | None:
+    """Return how pictures are processed: preprocessor_config.json, or a part of processor_config.json. None: no file.
+
+    Newer repositories have the second one only. Raises ModelLoadError for a damaged file.
+    """
+    own, whole = directory / "preprocessor_config.json", directory / "processor_config.json"
+    if own.is_file():
+        return read_object(own)
+    part = read_object(whole).get("image_processor") if whole.is_file() else None
+    return part if isinstance(part, dict) else None
+
+
 def gguf_parts(file: Path) -> list[Path]:
     """Return the paths of all parts of a file named as by llama.cpp, NAME-00001-of-00003.gguf; else `file` alone.
 

@@ -33,9 +33,10 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ModelNotFoundError, NotReadyError
 from jaxserve.grammar.checker import GrammarChecker
 from jaxserve.media.fetch import Fetcher
-from jaxserve.media.processor import has_settings, read_settings
+from jaxserve.media.processor import read_settings
 from jaxserve.media.reader import LONG_BYTES as LONG_PICTURE
 from jaxserve.media.reader import PictureReader
+from jaxserve.model_files import picture_processor
 from jaxserve.store import Store
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
@@ -377,7 +378,7 @@ class ServerState:
             raise InvalidValueError("This model takes no images.", param="messages")
         located = self.engine.located
         places = [Path(self.engine.info.model_path), *([] if located is None else [Path(located.tokenizer_dir)])]
-        directory = next(filter(has_settings, places), places[-1])
+        directory = next((each for each in places if picture_processor(each) is not None), places[-1])
         settings = read_settings(directory, info)
         metrics = self.metrics
         return PictureReader(

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import ConfigError, InvalidValueError
-from jaxserve.model_files import read_object
+from jaxserve.model_files import picture_processor
 from jaxserve.types.picture import PictureInfo
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ CHANNELS = 3
 
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 _PROCESSORS += ("Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-_HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _DEFAULT_PIXELS = (56 * 56, 28 * 28 * 1280)  # the class's own, for files that say nothing
 _BICUBIC = 3
 
@@ -106,11 +104,11 @@ def patches_of(pixels: np.ndarray, settings: PictureSettings) -> np.ndarray:
 
 
 def read_settings(directory: Path, info: PictureInfo) -> PictureSettings:
-    """Read preprocessor_config.json, or the image_processor in processor_config.json.
+    """Read the numbers of a model's picture processor.
 
     An area over `info.max_tokens` is lowered to it. Raises ConfigError for a processor that this file does not compute.
     """
-    found = _processor_config(directory)
+    found = picture_processor(directory)
     if found is None:
         logger.warning("%s has no preprocessor_config.json; pictures are sized by the class's defaults", directory)
         found = {}
@@ -127,29 +125,16 @@ def read_settings(directory: Path, info: PictureInfo) -> PictureSettings:
     )
 
 
-def has_settings(directory: Path) -> bool:
-    """Return whether the directory says how pictures are processed."""
-    return _processor_config(directory) is not None
-
-
-def _processor_config(directory: Path) -> dict[str, Any] | None:
-    own, whole = directory / "preprocessor_config.json", directory / "processor_config.json"
-    if own.is_file():
-        return read_object(own)
-    inner = read_object(whole).get("image_processor") if whole.is_file() else None
-    return inner if isinstance(inner, dict) else None
-
-
 def _check_config(found: Mapping[str, Any], info: PictureInfo) -> None:
-    mean, std = _CLIP if info.kind.startswith("qwen2") else _HALF
+    """Raise ConfigError for a value that pictures are not processed with here, or that the tower does not use."""
     expected: dict[str, tuple[Any, ...]] = {
         "image_processor_type": (None, *_PROCESSORS),
         "patch_size": (None, info.patch_size),
         "merge_size": (None, info.merge_size),
         "temporal_patch_size": (None, 2),
         "resample": (None, _BICUBIC),
-        "image_mean": (None, list(mean)),
-        "image_std": (None, list(std)),
+        "image_mean": (None, list(info.mean)),
+        "image_std": (None, list(info.std)),
         "do_resize": (None, True),
         "do_rescale": (None, True),
         "do_normalize": (None, True),

@@ -50,8 +50,9 @@ class PictureInfo(msgspec.Struct, frozen=True, kw_only=True):
                  "qwen2_5_vl"
     patch_size   pixels; merge_size: patches of one token are merge_size x merge_size
     width        bytes of a patch, W of `Picture.patches`
-    token_id     the placeholder of one row; start_token_id, end_token_id: around a run
+    token_id     the placeholder of one row
     max_tokens   of one picture
+    mean, std    of each channel, by which the tower normalizes pixels of 0 to 1
     """
 
     kind: str
@@ -59,9 +60,9 @@ class PictureInfo(msgspec.Struct, frozen=True, kw_only=True):
     merge_size: int
     width: int
     token_id: int
-    start_token_id: int
-    end_token_id: int
     max_tokens: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 def check_pictures(pictures: Sequence[Picture], info: PictureInfo | None, prompt: Sequence[int]) -> None:

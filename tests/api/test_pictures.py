@@ -37,9 +37,9 @@ INFO = PictureInfo(
     merge_size=2,
     width=48,
     token_id=PAD,
-    start_token_id=START,
-    end_token_id=END,
     max_tokens=64,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
 )
 SETTINGS = PictureSettings(patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096)
 TEMPLATE = """{%- for m in messages -%}<|im_start|>{{ m.role }}

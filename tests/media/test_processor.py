@@ -7,6 +7,7 @@ import json
 import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -26,9 +27,9 @@ INFO = PictureInfo(
     merge_size=2,
     width=768,
     token_id=7,
-    start_token_id=5,
-    end_token_id=6,
     max_tokens=16_384,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
 )
 
 
@@ -153,21 +154,23 @@ def test_settings_come_from_the_files_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 4_096, "max_pixels": 9_216}))
     found = read_settings(tmp_path, INFO)
     assert (found.min_pixels, found.max_pixels) == (4_096, 9_216)
-    low = read_settings(tmp_path, PictureInfo(**{**_fields(INFO), "max_tokens": 4}))
+    low = read_settings(tmp_path, msgspec.structs.replace(INFO, max_tokens=4))
     assert low.max_pixels == 4 * 32 * 32
 
 
-@pytest.mark.parametrize(
-    "found", [{"image_processor_type": "PixtralImageProcessor"}, {"image_mean": [0.4, 0.4, 0.4]}, {"resample": 2}]
-)
+@pytest.mark.parametrize("found", [{"image_processor_type": "PixtralImageProcessor"}, {"resample": 2}])
 def test_a_processor_that_is_not_computed_is_refused(tmp_path: Path, found: dict[str, object]) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(found))
     with pytest.raises(ConfigError, match=next(iter(found))):
         read_settings(tmp_path, INFO)
 
 
-def _fields(info: PictureInfo) -> dict[str, object]:
-    return {name: getattr(info, name) for name in info.__struct_fields__}
+def test_the_processor_must_normalize_as_the_tower_does(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4, 0.4, 0.4]}))
+    own = msgspec.structs.replace(INFO, mean=(0.4, 0.4, 0.4))
+    assert read_settings(tmp_path, own).patch_size == 16
+    with pytest.raises(ConfigError, match="image_mean"):
+        read_settings(tmp_path, INFO)
 
 
 def test_one_picture_may_ask_for_an_area_within_the_servers() -> None:

@@ -12,7 +12,7 @@ from jaxserve.types.sampling import EngineRequest, SamplingParams
 
 PAD = 7
 INFO = PictureInfo(
-    kind="qwen3_vl", patch_size=2, merge_size=2, width=12, token_id=PAD, start_token_id=5, end_token_id=6, max_tokens=4
+    kind="qwen3_vl", patch_size=2, merge_size=2, width=12, token_id=PAD, max_tokens=4, mean=(0.5,), std=(0.5,)
 )
 PROMPT = [1, 5, PAD, PAD, 6, PAD, 2]
 PICTURE = Picture(b"d" * 32, b"p" * 12 * 8, (1, 2, 4), 2, 2)

@@ -39,10 +39,7 @@ def architecture_of(hf: Json) -> str:
 # Keys beside `text_config` that are about the language model too. It may have them itself, and then its own count.
 _BESIDE_TEXT = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of the outer model, which count before those of `text_config`.
-_OUTER = (
-    *("architectures", "auto_map", "tie_word_embeddings"),
-    *("vision_config", "image_token_id", "vision_start_token_id", "vision_end_token_id"),
-)
+_OUTER = ("architectures", "auto_map", "tie_word_embeddings", "vision_config", "image_token_id")
 
 
 def flattened(hf: Json) -> dict[str, Any]:

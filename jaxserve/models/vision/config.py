@@ -23,7 +23,7 @@ class VisionConfig:
     table         sides of the square table of learned positions; 0: there is none
     window        sides in tokens of the windows that blocks attend in, but for those of `whole`; 0: all attend whole
     mean, std     of each channel, by which pixels of 0 to 1 are normalized
-    token_ids     the placeholder of one row, and the tokens around a run
+    token_id      the placeholder of one row
     """
 
     kind: str
@@ -46,7 +46,7 @@ class VisionConfig:
     whole: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    token_ids: tuple[int, int, int]
+    token_id: int
     theta: float = 10000.0
     norm_eps: float = 1e-6
 
@@ -66,16 +66,15 @@ class VisionConfig:
 
     def info(self, max_tokens: int) -> PictureInfo:
         """Describe the tower to the API process. max_tokens: of a picture"""
-        token_id, start, end = self.token_ids
         return PictureInfo(
             kind=self.kind,
             patch_size=self.patch_size,
             merge_size=self.merge,
             width=self.width,
-            token_id=token_id,
-            start_token_id=start,
-            end_token_id=end,
+            token_id=self.token_id,
             max_tokens=max_tokens,
+            mean=self.mean,
+            std=self.std,
         )
 
 

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxserve.model_files import read_object
+from jaxserve.model_files import picture_processor
 from jaxserve.models.checkpoint.read_config import Json, integer, number, optional_integer, shown
 from jaxserve.models.rope import RopeConfig
 from jaxserve.models.vision.config import VisionConfig
 
 _CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 _HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-_TOKEN_IDS = (151655, 151652, 151653)  # of Qwen2.5-VL and Qwen3-VL
+_TOKEN_ID = 151655  # of Qwen2.5-VL and Qwen3-VL
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def qwen3_vl(hf: Json, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,16 +36,16 @@ def qwen3_5(hf: Json, fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError or KeyError.
     """
-    vision = _with_table(hf, "qwen3_5", (248056, 248053, 248054))
+    vision = _with_table(hf, "qwen3_5", 248056)
     if found := hf["vision_config"].get("deepstack_visual_indexes"):
         raise ValueError(f"'deepstack_visual_indexes' must be empty, not {shown(found)}")
     return {"vision": vision, "rope": _by_axis(fields["rope"], _sections(hf, (11, 11, 10)), interleaved=True)}
 
 
-def _with_table(hf: Json, kind: str, token_ids: tuple[int, int, int] = _TOKEN_IDS) -> VisionConfig:
+def _with_table(hf: Json, kind: str, token_id: int = _TOKEN_ID) -> VisionConfig:
     """Return the tower of Qwen3-VL, with a table of positions and without deepstack."""
     activation = "gelu_pytorch_tanh"
-    vision = _tower(hf, kind, token_ids, depth=27, hidden=1152, ffn=4304, patch=16, activation=activation)
+    vision = _tower(hf, kind, token_id, depth=27, hidden=1152, ffn=4304, patch=16, activation=activation)
     table = optional_integer(hf["vision_config"], "num_position_embeddings", 2304)
     if round(table**0.5) ** 2 != table:
         raise ValueError(f"'num_position_embeddings' must be a square, not {table}")
@@ -55,7 +54,7 @@ def _with_table(hf: Json, kind: str, token_ids: tuple[int, int, int] = _TOKEN_ID
 
 def qwen2_5_vl(hf: Json, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of Qwen2.5-VL's tower and of its rotation in sections. Raises ValueError or KeyError."""
-    vision = _tower(hf, "qwen2_5_vl", _TOKEN_IDS, depth=32, hidden=1280, ffn=3420, patch=14, activation="silu")
+    vision = _tower(hf, "qwen2_5_vl", _TOKEN_ID, depth=32, hidden=1280, ffn=3420, patch=14, activation="silu")
     inside = hf["vision_config"]
     window = optional_integer(inside, "window_size", 112) // (vision.merge * vision.patch_size)
     if window == 0:
@@ -73,7 +72,7 @@ def qwen2_5_vl(hf: Json, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _tower(
     hf: Json,
     kind: str,
-    token_ids: tuple[int, int, int],
+    token_id: int,
     *,
     depth: int,
     hidden: int,
@@ -118,11 +117,7 @@ def _tower(
         whole=(),
         mean=(),
         std=(),
-        token_ids=(
-            optional_integer(hf, "image_token_id", token_ids[0]),
-            optional_integer(hf, "vision_start_token_id", token_ids[1]),
-            optional_integer(hf, "vision_end_token_id", token_ids[2]),
-        ),
+        token_id=optional_integer(hf, "image_token_id", token_id),
         theta=number(rotation, "rope_theta", 10000.0),
     )
 
@@ -164,19 +159,10 @@ def _by_axis(rope: RopeConfig, sections: tuple[int, int, int], *, interleaved: b
 
 
 def with_processor(vision: VisionConfig, directory: Path) -> VisionConfig:
-    """Return the tower with the mean and deviation of the directory's processor, if a file names them.
-
-    Newer repositories have the image processor inside `processor_config.json` only. Raises ValueError.
-    """
-    for name in PROCESSOR_FILES:
-        file = directory / name
-        if file.is_file():
-            found = read_object(file)
-            inner = found.get("image_processor")
-            found = inner if isinstance(inner, dict) else found
-            mean, std = (_three(found, key) for key in ("image_mean", "image_std"))
-            return dataclasses.replace(vision, mean=mean or vision.mean, std=std or vision.std)
-    return vision
+    """Return the tower with the mean and deviation that the directory's processor names, if any. Raises ValueError."""
+    found = picture_processor(directory) or {}
+    mean, std = (_three(found, key) for key in ("image_mean", "image_std"))
+    return dataclasses.replace(vision, mean=mean or vision.mean, std=std or vision.std)
 
 
 def _three(found: Json, key: str) -> tuple[float, ...] | None:
