@@ -9,16 +9,29 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection
+from typing import NamedTuple
 
 from jaxserve.types.step import Request, RequestStatus
 
 _WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-class AdapterSlots:
-    """The slots of adapters on the devices. num_slots: 0 if there is no room for any
+class _Claim(NamedTuple):
+    """A waiting request, and the adapter whose slot it gets."""
 
-    pinned: adapters that keep their slot. The owner leaves at least one slot to the others
+    request: Request
+    digest: str
+
+    def is_void(self, pinned: Collection[str]) -> bool:
+        """Return whether the request waits no more, or the adapter has been pinned since."""
+        return self.request.status not in _WAITS or self.digest in pinned
+
+
+class AdapterSlots:
+    """The slots of adapters on the devices.
+
+    num_slots: 0 if there is no room for any. pinned: adapters that keep their slot; the owner of this object changes
+    them, and leaves at least one slot to the others
     num_loads: adapters that were written to a slot so far. num_waits: requests that had to wait for one
     """
 
@@ -30,8 +43,8 @@ class AdapterSlots:
         self._running: Counter[str] = Counter()
         self._live: Counter[str] = Counter()
         self._writes: dict[int, str] = {}
-        self._claim: tuple[Request, str] | None = None  # a waiting request, and the adapter whose slot it gets
-        self._is_tried = False  # the claiming request was tried since `open`
+        self._claim: _Claim | None = None
+        self._is_tried = False  # whether the claiming request was tried since `begin_step`
 
     def add(self, request: Request) -> None:
         """Count a request that has arrived."""
@@ -54,40 +67,37 @@ class AdapterSlots:
         """Return whether a request that has not ended has this adapter."""
         return self._live[digest] > 0
 
-    def open(self) -> None:
+    def begin_step(self) -> None:
         """Begin to try waiting requests for a step."""
         if not self._is_tried:
             self._claim = None
         self._is_tried = False
 
-    def admits(self, request: Request) -> bool:
-        """Return whether a waiting request could have a slot for its adapter now."""
-        admitted = self._admits(request)
+    def try_admit(self, request: Request) -> bool:
+        """Return whether a waiting request could have a slot for its adapter now. If not, it may claim one."""
+        admitted = not request.adapter or self._has_slot(request)
         if not admitted and not request.waited_for_adapter:
             request.waited_for_adapter = True
             self.num_waits += 1
         return admitted
 
-    def _admits(self, request: Request) -> bool:
-        digest = request.adapter
-        if not digest:
-            return True
-        if self._claim is not None and self._claim[0].status not in _WAITS:
+    def _has_slot(self, request: Request) -> bool:
+        if self._claim is not None and self._claim.is_void(self.pinned):
             self._claim = None
-        self._is_tried = self._is_tried or (self._claim is not None and self._claim[0] is request)
-        if digest in self._slots:
-            claim = self._claim
-            return claim is None or claim[1] != digest or request.arrival <= claim[0].arrival
+        claim = self._claim
+        if claim is not None and claim.request is request:
+            self._is_tried = True
+        if request.adapter in self._slots:
+            return claim is None or claim.digest != request.adapter or request.arrival <= claim.request.arrival
         if self._free or self._idle() is not None:
-            return self._claim is None or self._claim[0] is request or request.arrival < self._claim[0].arrival
-        if self._claim is None:
-            oldest = next((each for each in self._slots if each not in self.pinned), None)
-            self._claim = None if oldest is None else (request, oldest)
+            return claim is None or claim.request is request or request.arrival < claim.request.arrival
+        if claim is None and (oldest := next((each for each in self._slots if each not in self.pinned), None)):
+            self._claim = _Claim(request, oldest)
             self._is_tried = True
         return False
 
-    def take(self, request: Request) -> None:
-        """Give a request that starts its slot. It has been admitted."""
+    def assign(self, request: Request) -> None:
+        """Give a slot to a request that starts, for which `try_admit` was true."""
         digest = request.adapter
         if not digest:
             return
@@ -99,8 +109,8 @@ class AdapterSlots:
         self._running[digest] += 1
         request.adapter_slot = self._slots[digest]
 
-    def leave(self, request: Request) -> None:
-        """Give back the slot of a request that does not run any more."""
+    def release(self, request: Request) -> None:
+        """Take the slot back from a request that does not run any more."""
         if request.adapter:
             self._running[request.adapter] -= 1
             if not self._running[request.adapter]:
@@ -113,7 +123,7 @@ class AdapterSlots:
         return writes
 
     def forget(self) -> None:
-        """Forget what the devices hold: it is lost. No request may run."""
+        """Forget which adapters the devices hold: their memory is lost. No request may run."""
         self._free += self._slots.values()
         self._slots.clear()
         self._writes.clear()

@@ -372,7 +372,7 @@ class Admitter:
         self._pages_taken, self._aged_lack = 0, []
         if not self._may_find_room():
             return []
-        self._adapters.open()
+        self._adapters.begin_step()
         if not self._running:
             self._room.ratio.reset()
         self._reserved = self._room.reserve(self._running)
@@ -430,7 +430,7 @@ class Admitter:
             self._refusals.record(request, WaitReason.LAST_STEP if in_flight else WaitReason.TOKENS)
             self._blocked = True
             return False
-        if not self._adapters.admits(request):
+        if not self._adapters.try_admit(request):
             self._refusals.record(request, WaitReason.ADAPTER)
             return False
         kept = self._kv.num_free_slots == 1 and self._tenants.keeps_last_slot(request)
@@ -469,7 +469,7 @@ class Admitter:
         num_left = max(0, request.num_prefill_tokens - request.num_computed_tokens)
         self._waiting.remove(request)
         self._kv.take(request, node, surplus)
-        self._adapters.take(request)
+        self._adapters.assign(request)
         self._pages_taken += request.num_tokens // self._kv.page_size
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = request.num_read_tokens

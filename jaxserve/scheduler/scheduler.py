@@ -291,7 +291,7 @@ class Scheduler:
         if self.pictures is not None:
             self.pictures.release(request)
             self._uninitialized = [other for other in self._uninitialized if other is not request]
-        self.adapters.leave(request)
+        self.adapters.release(request)
         self.kv.release(request, self._last_read)
 
     def recover(self) -> list[str]:

@@ -93,6 +93,22 @@ def test_a_pinned_adapter_keeps_its_slot() -> None:
     assert writes(recorder) == [{0: "A"}, {1: "B"}, {1: "C"}, {1: "B"}]
 
 
+def test_a_waiting_request_does_not_claim_the_slot_of_an_adapter_that_is_pinned_meanwhile() -> None:
+    core, recorder = make(2, "A", "B", "C")
+    transcripts = Transcripts()
+    core.add(asked("a", "A", max_tokens=20))
+    core.add(asked("b", "B", first=20, max_tokens=20))
+    step(core, transcripts)
+    core.add(asked("c", "C", first=30))
+    step(core, transcripts)  # it claims the slot of A
+    core.scheduler.adapters.pinned = {"A"}
+    core.add(asked("a later", "A", first=40))
+    core.add(asked("b later", "B", first=50))
+    run_all(core, transcripts=transcripts)
+    order = [row.request_id for output in recorder.outputs for row in output.rows]
+    assert order.index("a later") < order.index("c") < order.index("b later")
+
+
 def test_adapters_share_no_pages() -> None:
     core, recorder = make(2, "A", "B")
     run_all(core, [asked("a", "A", length=17)])
