@@ -1,12 +1,12 @@
-"""Which pictures a step encodes, and which rows of the pool hold them. Pure Python: no jax, no pixels are read.
+"""The pool of rows that pictures are encoded to: which picture has which rows, and which are encoded in a step. No jax.
 
 The tower writes the rows of a picture to the pool of the device, one for each token; a prompt chunk reads them there.
 PicturePool is the only owner of the pool: the device looks nothing up. A picture is held while a running prompt has
 not passed it, and stays afterwards until its rows are needed, so that the same picture is encoded once.
 
-    reach      a prompt goes on up to the first picture whose rows are not there. All of the chunk are then wanted
-    plan       the next blocks of the tower for the pictures that were wanted first: as many as one program holds
-    passed     the chunk that reads the end of a picture is dispatched: the rows may be overwritten by later steps
+    reach            a prompt goes on up to the first picture whose rows are not there. The chunk's are then wanted
+    plan             the next blocks of the tower for the pictures that were wanted first: as many as one program holds
+    release_passed   the chunk that reads the end of a picture is dispatched: the rows may be overwritten by later steps
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PicturePool:
         self._limits = limits
         self._free = list(range(limits.num_rows - 1, -1, -1))
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
-        self._stale: set[_Entry] = set()  # of weights that were replaced, and still held
+        self._stale: set[_Entry] = set()  # still held, with rows of weights that were replaced
         self._wanted: list[_Entry] = []  # to encode, in this order
         self._begun: list[_Entry] = []  # in one program, all after the same block; some may be dropped
         self._held: dict[Request, set[_Entry]] = {}
@@ -69,15 +69,15 @@ class PicturePool:
                 break
             if picture.end <= request.num_computed_tokens:
                 continue
-            entry = self._taken(request, picture)
+            entry = self._hold(request, picture)
             if entry is None or entry.done < self._limits.num_blocks:
                 reached = min(reached, max(picture.start, request.num_computed_tokens))
             if entry is None:
                 break
         return reached
 
-    def _taken(self, request: Request, picture: Picture) -> _Entry | None:
-        """Hold a picture's rows for a request, and want it if it is new. None: too many rows are held."""
+    def _hold(self, request: Request, picture: Picture) -> _Entry | None:
+        """Hold a picture's rows for a request. A new picture is then wanted. None: too many rows are held."""
         key = request.namespace, picture.digest
         entry = self._entries.get(key)
         if entry is None:
@@ -94,7 +94,7 @@ class PicturePool:
         return entry
 
     def _allocate(self, count: int) -> list[int] | None:
-        """Take rows, of pictures that nobody holds if needed. None: too many are held."""
+        """Take free rows, and if they are too few those of pictures that nobody holds. None: too many are held."""
         unused = [entry for entry in self._entries.values() if not entry.users]
         if len(self._free) + sum(len(entry.rows) for entry in unused) < count:
             return None
@@ -108,7 +108,7 @@ class PicturePool:
 
     def _drop(self, entry: _Entry) -> None:
         self._free += entry.rows
-        entry.rows = [self._limits.num_rows] * len(entry.rows)  # if its program goes on, for others
+        entry.rows = [self._limits.num_rows] * len(entry.rows)  # its program may go on, for others
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
         self._stale.discard(entry)
@@ -116,7 +116,7 @@ class PicturePool:
             self._wanted.remove(entry)
 
     def plan(self) -> list[EncodePart]:
-        """Return the parts to run after the rows of this step. Later steps may read what they complete."""
+        """Return the parts to run after the rows of this step. Later steps may read the pictures that they complete."""
         parts: list[EncodePart] = []
         left = self._limits.work
         while self.has_work:
@@ -145,7 +145,7 @@ class PicturePool:
             room -= self._wanted[0].picture.num_patches if self._limits.packs else room
             self._begun.append(self._wanted.pop(0))
 
-    def of_chunk(self, request: Request, start: int, end: int) -> RowPictures | None:
+    def chunk_rows(self, request: Request, start: int, end: int) -> RowPictures | None:
         """Return the rows of the pool for tokens [start, end) of a request; None if it has no pictures."""
         if not request.pictures:
             return None
@@ -157,11 +157,11 @@ class PicturePool:
                 rows[first - start : last - start] = found[first - picture.start : last - picture.start]
         return RowPictures(rows, position_shifts(request.pictures, self._limits.merge, start, end))
 
-    def delta(self, request: Request) -> int:
+    def position_delta(self, request: Request) -> int:
         """Return SlotInit.position_delta of a request."""
         return position_delta(request.pictures, self._limits.merge)
 
-    def passed(self, request: Request) -> None:
+    def release_passed(self, request: Request) -> None:
         """Give up the pictures that the dispatched chunks of a request have read to their ends."""
         if request not in self._held:
             return
@@ -183,10 +183,10 @@ class PicturePool:
             self._drop(entry)
 
     def flush(self) -> None:
-        """Let no later request find the rows, because the weights or the content change."""
+        """Let no later request find the rows: the weights have changed, or the device has lost the rows."""
         for entry in list(self._entries.values()):
             del self._entries[entry.key]
-            if entry.users:  # who still needs it wants it anew
+            if entry.users:  # `reach` then makes a new entry for those who still need it
                 self._stale.add(entry)
             else:
                 self._drop(entry)

@@ -323,7 +323,8 @@ class Scheduler:
         """Whether the step in flight must be read first, because the next one should have drafts."""
         if self._speculation is None or not self.in_flight:
             return False
-        return self._speculation.wants(self.in_flight.newest, self._running.decoding, prompts=self._expects_prompts)
+        newest, decoding = self.in_flight.newest, self._running.decoding
+        return self._speculation.must_read_first(newest, decoding, prompts=self._expects_prompts)
 
     @property
     def _expects_prompts(self) -> bool:

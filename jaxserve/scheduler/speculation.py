@@ -30,11 +30,11 @@ class Speculation:
         self._masks = masks
         self._config = config
         self._device = drafter if isinstance(drafter, DeviceDrafts) else None
-        self._since = 0  # steps that could have asked the device for drafts, and did not
+        self._num_unasked = 0  # steps since the last that asked the device for drafts
         self.counters = DraftCounters()
 
-    def wants(self, in_flight: SchedulerOutput, decoding: Iterable[Request], *, prompts: bool) -> bool:
-        """Return whether the step in flight must be read first: it has drafts, or the next step should have some.
+    def must_read_first(self, in_flight: SchedulerOutput, decoding: Iterable[Request], *, prompts: bool) -> bool:
+        """Return whether the step in flight must be read first: it has drafts, or the next step should have drafts.
 
         prompts: the next step will probably have a prompt, and so no drafts
         """
@@ -55,12 +55,12 @@ class Speculation:
         requests = [request for request in step.requests if request.num_computed_tokens < request.max_computed_tokens]
         if self._is_worth_asking(requests):
             step.ask_drafts(self._config.max_drafts)
-            self._since = 0
+            self._num_unasked = 0
             return
-        self._since += 1
-        if self._since >= PROBE and any(request.params.speculate for request in requests):
+        self._num_unasked += 1
+        if self._num_unasked >= PROBE and any(request.params.speculate for request in requests):
             step.ask_drafts(0)
-            self._since = 0
+            self._num_unasked = 0
 
     def _is_worth_asking(self, requests: list[Request]) -> bool:
         """Return whether drafts of the device will be worth it in a step of these requests."""
@@ -89,7 +89,10 @@ class Speculation:
                 step.add_drafts(i, drafts)
 
     def _allot(self, num_rows: int, offers: list[tuple[float, int]], seconds_before: float = 0.0) -> list[int] | None:
-        """Do what `allot` does. Drafts that are there cost only their step: forced ones, and those of the device."""
+        """Return how many drafts each offer gets, see `allot`; None: no drafts are worth a step.
+
+        seconds_before: what making the drafts will take. Forced drafts and those that the device has made cost nothing.
+        """
         return allot(num_rows, offers, self._config.verify_sizes, self._config.step_times, seconds_before)
 
     def _with_drafts(self, requests: Iterable[Request]) -> list[tuple[int, DraftRecord]]:

@@ -145,7 +145,7 @@ class StepBuilder:
             num_prompt_tokens=request.num_prompt_tokens,
             token_ids=request.token_ids(0, request.num_tokens),
             eos_token_ids=() if request.params.ignore_eos else eos_token_ids,
-            position_delta=0 if self._pictures is None else self._pictures.delta(request),
+            position_delta=0 if self._pictures is None else self._pictures.position_delta(request),
             adapter=request.adapter_slot,
         )
         self._slot_inits.append(init)
@@ -174,7 +174,7 @@ class StepBuilder:
             embed=request.params.embed and done,
             second_text=request.params.second_text,
             extras=request.extras,
-            pictures=None if self._pictures is None else self._pictures.of_chunk(request, start, end),
+            pictures=None if self._pictures is None else self._pictures.chunk_rows(request, start, end),
         )
         self.rows.append(row)
         self.requests.append(request)
@@ -223,7 +223,7 @@ class StepBuilder:
         encodes = []
         if self._pictures is not None:
             for request in self.requests[self._num_decode_rows :]:
-                self._pictures.passed(request)
+                self._pictures.release_passed(request)
             encodes = self._pictures.plan()
         return SchedulerOutput(
             self.number,

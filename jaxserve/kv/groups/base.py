@@ -7,7 +7,8 @@ each. A prefix is usable if every group has the pages that the token after it ne
     SpanGroup   layers with a sliding window, or with chunks (span_group.py)
     StateGroup  layers with a recurrent state (state_group.py)
 
-What a group knows of a running request is in `request.holdings`, by the group's index: a `Holding`.
+A group's record of a running request is in `request.holdings`, by the group's index. Its `due` is the number of read
+tokens at which `advance` next has work.
 """
 
 from __future__ import annotations
@@ -20,14 +21,8 @@ from jaxserve.kv.radix_cache import Node
 from jaxserve.types.step import Request, TableUpdate
 
 
-class Holding(Protocol):
-    """A group's record of a running request. due: number of read tokens at which `advance` next has work"""
-
-    due: int
-
-
 class LayerGroup(Protocol):
-    """What the scheduler, the KVManager and the host's tiers ask of a group. Numbers are of the group's own pages."""
+    """The interface that the scheduler, KVManager and HostTiers use. Counts are of the group's own pages."""
 
     index: int  # of the group in page tables, table updates, page moves and `holdings`; 1 or above
     num_pages: int
@@ -76,7 +71,7 @@ class LayerGroup(Protocol):
     # --- a running request
 
     def take(self, request: Request, node: Node, surplus: int) -> None:
-        """Lock what the request needs of the prefix `node`, and allocate pages for the tokens after it.
+        """Lock the pages of the prefix `node` that the request needs, and allocate pages for the tokens after it.
 
         surplus: available pages beyond `num_new`; the prompt gets as many of them as it can use
         """
@@ -102,7 +97,7 @@ class LayerGroup(Protocol):
         ...
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """Record that the steps of the first `num_tokens` tokens have been read. Free what no later step needs."""
+        """Record that the steps of the first `num_tokens` tokens have been read. Free pages that no later one needs."""
         ...
 
     def release(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Pages of a layer group that the prefix cache has: which node of the radix tree has which, and who uses it. No jax.
+"""The pages of a layer group in the prefix cache: which node of the radix tree has which page, who uses it. No jax.
 
 A node always has its page of group 0. Its page of another group may have been evicted: pages that no request uses go
 first, and the node stays. A prefix is usable only if all pages are present that the token after it needs; `served`
@@ -17,7 +17,7 @@ from jaxserve.kv.radix_cache import Node
 class CachedPages:
     """Owns the pages of nodes until `evict` or `forget` returns them to the pool.
 
-    first_of_prefix: returns the index of the first page that the token after a prefix of so many pages needs
+    first_of_prefix: takes the number of pages of a prefix, returns the index of the first that the token after it needs
     on_evicted: called by `evict` with each node and its page, before the page is freed
     """
 

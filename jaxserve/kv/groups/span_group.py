@@ -1,8 +1,8 @@
-"""Pages of layers whose tokens see a window or a chunk: what running requests hold, what the prefix cache has. No jax.
+"""The pages of layers whose tokens see a window or a chunk, in running requests and in the prefix cache. No jax.
 
 The layers of each reach have their own pool and page tables, with the indices of the pages of full attention. A
 request holds the pages that a future token, or a token of a step in flight, can see. It releases older pages as its
-steps are read (`SpanGroup`). A window in what follows is what a token sees, also if it is a chunk:
+steps are read (`SpanGroup`). The range that a token sees is called its window here, also if it is a chunk:
 
     index   0 ............... first ..................... first + len(pages)
             |  released       |  cached, locked       | own  |
@@ -54,8 +54,8 @@ class WindowPages:
         self.pages += page_ids
         self.nodes += [None] * len(page_ids)
 
-    def unsent(self) -> tuple[int, list[int]]:
-        """Page-table entries that the device does not have yet: the first index and the page ids."""
+    def take_unsent(self) -> tuple[int, list[int]]:
+        """Return the table entries that the device does not have, as first index and ids, and count them as sent."""
         first, self.num_sent = self.num_sent, self.end
         return first, self.pages[first - self.first :]
 
@@ -70,7 +70,6 @@ class SpanGroup:
         self.index = index
         self.num_pages = num_pages
         self.span = span
-        self._most = span.decoding
         self.pool = PagePool(num_pages)
         self.cached = CachedPages(self.pool, span.first_of_prefix)
         # The prefix's last window is locked for the first tokens, so the prompt's own pages need room beside it.
@@ -121,8 +120,8 @@ class SpanGroup:
         """
         held: WindowPages | None = request.holdings.get(self.index)
         if held is not None:
-            return max(0, self._most - len(held.pages) - len(held.spare))
-        return max(0, self._most - self._num_reserved(request, node.depth) - len(self.cached.path(node)))
+            return max(0, self.span.decoding - len(held.pages) - len(held.spare))
+        return max(0, self.span.decoding - self._num_reserved(request, node.depth) - len(self.cached.path(node)))
 
     def _num_reserved(self, request: Request, depth: int, surplus: int = 0) -> int:
         """Return how many pages `take` allocates for the prompt's tokens after a prefix of `depth` pages."""
@@ -202,7 +201,7 @@ class SpanGroup:
         return self._update(request, held)
 
     def _update(self, request: Request, held: WindowPages) -> TableUpdate | None:
-        first, page_ids = held.unsent()
+        first, page_ids = held.take_unsent()
         assert request.slot is not None
         return TableUpdate(request.slot, self.index, first, page_ids) if page_ids else None
 

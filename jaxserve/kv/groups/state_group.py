@@ -1,4 +1,4 @@
-"""Pages of recurrent states: what running requests hold, which states the prefix cache keeps. No jax.
+"""The pages of recurrent states: what running requests hold, and which states the prefix cache keeps. No jax.
 
 A layer with a recurrent state summarises all tokens so far, so a page of this group is a whole: the state of all such
 layers after some number of tokens. A request owns one page, its state, and no other while it grows. The prefix cache
@@ -53,7 +53,7 @@ class StatePages:
     own: page that the device writes. begin: tokens whose state it began with. read: node of that state while it is
     locked; None: it is not, or there was none
     plan: positions at which the prompt's state is to be kept, the most useful first
-    entries: what the device's table lists. pending: pages that `commit` has not given to the cache, in order
+    entries: those of the device's table. pending: pages that `commit` has not given to the cache, in order
     """
 
     own: int
