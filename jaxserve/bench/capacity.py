@@ -9,7 +9,6 @@ cache knows them from the trial before.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from itertools import pairwise
 from jaxserve.bench.load import LoadReport, LoadRequest, LoadTarget, Timing, run_load, summarize
 
 HIGHEST = 2.0**14  # requests per second
-PAUSE = 1.0  # seconds between two trials, in which the server ends what the one before left
+PAUSE = 1.0  # seconds between two trials, in which the server ends the requests of the first
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,22 @@ async def _trial(target: LoadTarget, requests: list[LoadRequest], rate: float, l
     done: list[Timing] = []
     too_late = asyncio.Event()
 
-    def note(timing: Timing) -> None:
+    def record(timing: Timing) -> None:
         done.append(timing)
         if sum(not is_within(each, limits) for each in done) > allowed:
             too_late.set()
 
-    run = asyncio.ensure_future(run_load(target, requests, concurrency=None, on_done=note))
+    run = asyncio.ensure_future(run_load(target, requests, concurrency=None, on_done=record))
     watch = asyncio.ensure_future(too_late.wait())
-    await asyncio.wait((run, watch), return_when=asyncio.FIRST_COMPLETED)
-    given_up = not run.done()
-    for task in (run, watch):
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    try:
+        await asyncio.wait((run, watch), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        given_up = not run.done()
+        run.cancel()
+        watch.cancel()
+        await asyncio.gather(run, watch, return_exceptions=True)
+    if not given_up:
+        run.result()  # raises what ended the run
     within = sum(is_within(each, limits) for each in done)
     seconds = max((each.ended for each in done), default=0.0) or 1e-9
     report = summarize(done, seconds, ttft_limit=limits.ttft, tpot_limit=limits.gap)
@@ -119,7 +121,7 @@ async def _trial(target: LoadTarget, requests: list[LoadRequest], rate: float, l
 
 
 def curve(trials: list[Trial], limits: Limits) -> str:
-    """Return the trials by their rate, and what they say, as aligned lines."""
+    """Return the trials by their rate, and the capacity that follows from them, as aligned lines."""
     lines = [f"{'requests/s':>10}{'within':>8}{'tokens/s':>10}{'ttft p50':>10}{'p90':>8}{'gap p50':>10}{'p90':>8}  ms"]
     for trial in sorted(trials, key=lambda each: each.rate):
         report = trial.report

@@ -37,6 +37,19 @@ def test_the_search_closes_in(monkeypatch: pytest.MonkeyPatch, holds_to: float, 
     assert best <= holds_to < best * 1.1 and len({each.rate for each in trials}) == len(trials) < 20
 
 
+def test_a_trial_that_breaks_off_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("broken")
+
+    async def search() -> int:
+        with pytest.raises(RuntimeError, match="broken"):
+            await anext(find_capacity(TARGET, lambda rate, number: [], LIMITS))
+        return len(asyncio.all_tasks())
+
+    monkeypatch.setattr(capacity, "run_load", broken)
+    assert asyncio.run(search()) == 1
+
+
 class OneAtATime(Handler):
     """Takes 30 ms for each request, one after the other."""
 
