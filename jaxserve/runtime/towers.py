@@ -27,7 +27,7 @@ from flax import nnx
 
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.vision.config import PatchLayout, VisionConfig, patch_layout
-from jaxserve.models.vision.tower import Tower, windowed
+from jaxserve.models.vision.tower import embedded, segments_row
 from jaxserve.types.picture import Picture
 from jaxserve.types.scheduling import TowerLimits
 from jaxserve.types.step import EncodePart, SampledTokens, StepHandle
@@ -60,10 +60,7 @@ def tower_limits(
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the tower whose weights are arguments of a program.
-
-    indices: of its weights among the model's leaves
-    """
+    """A part of the tower whose weights are arguments of a program. indices: of its weights among the model's leaves"""
 
     graphdef: nnx.GraphDef
     treedef: Any
@@ -91,7 +88,7 @@ class Piece:
 
 
 class TowerPrograms:
-    """The programs of a tower, as functions and as what to compile.
+    """The programs of a tower: the functions, and their arguments for the compiler.
 
     pool_shape: [parts, E, D] of the pool of rows
     """
@@ -116,9 +113,9 @@ class TowerPrograms:
     def run_start(
         self, start: Leaves, table: Leaves, patches: jax.Array, places: jax.Array, weights: jax.Array
     ) -> jax.Array:
-        """Run `Tower.start` with its weights: patches uint8 [P, W] and their layout -> x [P, D]."""
+        """Run `embedded`: patches uint8 [P, W] and their layout -> x [P, D]."""
         positions = None if self.table is None else self.table.bind(table)
-        return Tower.started(self.config, self.start.bind(start), positions, patches, places, weights, self.dtype)
+        return embedded(self.config, self.start.bind(start), positions, patches, places, weights, self.dtype)
 
     def run_block(
         self, leaves: Leaves, x: jax.Array, places: jax.Array, segments: jax.Array
@@ -136,7 +133,7 @@ class TowerPrograms:
         return pool.at[0, targets].set(self.end.bind(leaves)(x).astype(pool.dtype), mode="drop")
 
     def programs(self, leaves: Sequence[Any], pool: Any, replicated: Any, make: MakeProgram) -> Iterator[Any]:
-        """Yield what to compile. leaves, pool: structs. make: (name, function, args, donated args, out shardings)"""
+        """Yield `make(name, function, args, donated args, out shardings)` of each program. leaves, pool: structs"""
 
         def struct(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             """Return the struct of a replicated array."""
@@ -214,7 +211,7 @@ class TowerRunner:
         self._pictures = None  # their states are donated
         done: jax.Array | None = None
         for index in range(part.first, part.last):
-            segments = layout.segments[windowed(config, index)]
+            segments = layout.segments[segments_row(config, index)]
             x, done = self._call("block", size, programs.blocks[index].chosen(leaves), x, layout.places, segments)
             if index in config.deepstack:
                 place = config.deepstack.index(index)

@@ -196,7 +196,7 @@ class Merger(nnx.Module):
 
 
 class Tower(nnx.Module):
-    """A tower, in the pieces that programs run: `start`, each of `blocks`, and the mergers."""
+    """A tower, in the pieces that programs run: `embedded`, each of `blocks`, and the mergers."""
 
     def __init__(self, config: VisionConfig, dtype: jnp.dtype) -> None:
         self.config = config
@@ -206,43 +206,43 @@ class Tower(nnx.Module):
         self.merger = Merger(config, dtype)
         self.deepstack_merger_list = nnx.List([Merger(config, dtype, late=True) for _ in config.deepstack])
 
-    def start(self, patches: jax.Array, places: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Normalize and project patches uint8 [P, W] -> [P, D] in `dtype`. places, weights: as in PatchLayout"""
-        return self.started(self.config, self.patch_embed, self.pos_embed, patches, places, weights, dtype)
-
-    @staticmethod
-    def started(
-        config: VisionConfig,
-        embed: PatchEmbed,
-        table: PositionTable | None,
-        patches: jax.Array,
-        places: jax.Array,
-        weights: jax.Array,
-        dtype: jnp.dtype,
-    ) -> jax.Array:
-        """Do what `start` does, with the tower's modules as arguments: patches uint8 [P, W] -> [P, D]."""
-        pixels = patches.astype(jnp.float32).reshape(patches.shape[0], config.channels, -1) * jnp.float32(1 / 255)
-        mean, std = (jnp.asarray(values, jnp.float32)[None, :, None] for values in (config.mean, config.std))
-        x = embed.proj(((pixels - mean) / std).reshape(patches.shape[0], -1))
-        if table is not None:
-            x = x + table(places[:, 2:], weights)
-        return x.astype(dtype)
-
     def __call__(
         self, patches: jax.Array, places: jax.Array, weights: jax.Array, segments: jax.Array, dtype: jnp.dtype
     ) -> jax.Array:
         """Run the whole tower on patches uint8 [P, W] of pictures with their PatchLayout -> [parts, M, out_size].
 
-        At once, to compare; `runtime.towers` runs it block by block.
+        It is what tests compare with transformers and with `runtime.towers`, which runs a tower block by block.
         """
-        x, early = self.start(patches, places, weights, dtype), []
+        x = embedded(self.config, self.patch_embed, self.pos_embed, patches, places, weights, dtype)
+        early: list[jax.Array] = []
         for index, block in enumerate(self.blocks):
-            x = block(x, places, segments[windowed(self.config, index)])
+            x = block(x, places, segments[segments_row(self.config, index)])
             if index in self.config.deepstack:
                 early.append(self.deepstack_merger_list[len(early)](x))
         return jnp.stack([self.merger(x), *early])
 
 
-def windowed(config: VisionConfig, index: int) -> int:
-    """Return which of `PatchLayout.segments` block `index` attends in: 1 if in windows, else 0."""
+def embedded(
+    config: VisionConfig,
+    embed: PatchEmbed,
+    table: PositionTable | None,
+    patches: jax.Array,
+    places: jax.Array,
+    weights: jax.Array,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Normalize and project patches uint8 [P, W], and add their positions -> [P, D] in `dtype`.
+
+    places, weights: as in PatchLayout
+    """
+    pixels = patches.astype(jnp.float32).reshape(patches.shape[0], config.channels, -1) * jnp.float32(1 / 255)
+    mean, std = (jnp.asarray(values, jnp.float32)[None, :, None] for values in (config.mean, config.std))
+    x = embed.proj(((pixels - mean) / std).reshape(patches.shape[0], -1))
+    if table is not None:
+        x = x + table(places[:, 2:], weights)
+    return x.astype(dtype)
+
+
+def segments_row(config: VisionConfig, index: int) -> int:
+    """Return the row of `PatchLayout.segments` that block `index` attends by: 1 if in windows, else 0."""
     return int(config.window > 0 and index not in config.whole)
