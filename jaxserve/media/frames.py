@@ -1,4 +1,4 @@
-"""What the server and its picture worker say to each other. The server reads it without Pillow."""
+"""The messages between the server and its picture worker. The server imports them without Pillow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.media.processor import PictureSettings
 
 
 class PictureSetup(msgspec.Struct):
-    """The limits of the process. cpu_seconds: CPU time of each frame. max_bytes, max_pixels: of an encoded picture"""
+    """The limits of the worker. cpu_seconds: CPU time of each frame. max_bytes, max_pixels: of an encoded picture"""
 
     cpu_seconds: float
     memory_bytes: int

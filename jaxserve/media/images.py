@@ -1,9 +1,9 @@
-"""Encoded pictures to pixels: the only file that imports Pillow. It runs in the picture worker.
+"""Decodes pictures and resizes them: the only file that imports Pillow. It runs in the picture worker.
 
-Pillow reads PNG, JPEG, WebP and the first frame of a GIF. The other decoders are not reachable: the year's faults of
-Pillow are theirs, and clients send these four. A picture is upright (EXIF), opaque (on white) and RGB, as transformers'
-processors see it. Two resizes of one axis each give the bits of Pillow before 13 and torchvision's order of the axes:
-Pillow 13 alone begins with the axis that is cheaper.
+Pillow reads PNG, JPEG, WebP and the first frame of a GIF. Its other decoders cannot be reached: clients send these
+four, and the faults of Pillow that were published in 2026 are in the others. A picture is made upright (EXIF), opaque
+(on white) and RGB, as transformers' processors do. Two calls resize the width first and then the height, as Pillow
+before 13 and torchvision do: Pillow 13 begins with the cheaper axis, which gives other bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxserve.media.processor import PictureSettings, patches_of
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _PLUGINS = ("PngImagePlugin", "JpegImagePlugin", "MpoImagePlugin", "WebPImagePlugin", "GifImagePlugin")
 MAX_SIDE = 16_384
-# what Pillow raises for a damaged picture; MemoryError at the limit of the process
+# the errors of Pillow for a damaged picture, and MemoryError, which comes at the limit of the process
 DAMAGED = (
     *(UnidentifiedImageError, OSError, ValueError, SyntaxError, MemoryError, EOFError, LookupError, TypeError),
     *(ArithmeticError, struct.error, Image.DecompressionBombError, RuntimeError),
@@ -47,7 +47,7 @@ class PictureError(Exception):
 
 
 def load_formats(max_pixels: int) -> None:
-    """Import the decoders, and let them refuse a picture of more pixels when it is opened.
+    """Import the decoders, and make them refuse a picture of more pixels when it is opened.
 
     Pillow refuses at twice the number that it is told, and warns before.
     """

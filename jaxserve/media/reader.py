@@ -1,7 +1,8 @@
 """Pictures for one server: read in worker processes, and kept by content, so that a repeated one is decoded once.
 
-An agent sends the pictures of its conversation again with every turn. The key of a picture is the SHA-256 of what the
-client sent, its namespace and the processor's settings: no client learns from the time of an answer what another sent.
+An agent sends the pictures of its conversation again with every turn. The key of a picture is the SHA-256 of the bytes
+that the client sent, its namespace and the processor's settings. The namespace is part of it because a client would
+otherwise learn from the time of an answer which pictures others have sent.
 
     reader = PictureReader(section, settings, kind)
     height, width = reader.size(source)                  # from the header. These block: call them from a thread
@@ -29,7 +30,7 @@ from jaxserve.transport.child_process import ChildEnded, ChildProcess
 
 CPU_SECONDS = 5.0  # of a picture; 40 M pixels of a PNG take 2.2 s
 MEMORY_BYTES = 1 << 30  # 40 M pixels of a PNG with alpha take 910 MB
-LONG_BYTES = 1 << 20  # longer texts have a worker of their own, so that a photo delays no icon
+LONG_BYTES = 1 << 20  # longer sources have a worker of their own, so that a photo delays no icon
 MAX_SIZES = 4096  # sizes that are kept: 100 bytes each
 
 _ANSWER = msgspec.msgpack.Decoder(PictureAnswer)
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """A picture as a client sent it. key: SHA-256 of `data`"""
+    """A picture as a client sent it: as bytes, or as base64 in ASCII. key: SHA-256 of `data` and its form"""
 
     data: bytes
     is_base64: bool
@@ -47,11 +48,11 @@ class Source:
 
     @classmethod
     def of(cls, data: bytes, *, is_base64: bool) -> Source:
-        return cls(data, is_base64, hashlib.sha256(b"base64" * is_base64 + data).digest())
+        return cls(data, is_base64, hashlib.sha256(bytes([is_base64]) + data).digest())
 
 
 class ReadPicture:
-    """A picture that was read. digest: SHA-256 of all that decides its rows"""
+    """A picture that was read: its patches, as in `Picture`. digest: SHA-256 of all that decides its rows"""
 
     def __init__(self, patches: bytes, grid: tuple[int, int, int], num_tokens: int, digest: bytes) -> None:
         self.patches = patches
@@ -99,6 +100,7 @@ class PictureMemory:
         self._lock = threading.RLock()  # a finalizer may run while this thread has the lock
 
     def get(self, key: bytes) -> ReadPicture | None:
+        """Return a picture that was kept, which is then the most recently used one."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -106,7 +108,7 @@ class PictureMemory:
             return found
 
     @contextmanager
-    def room(self, size: int) -> Iterator[None]:
+    def reserved(self, size: int) -> Iterator[None]:
         """Count `size` bytes while a picture is read. Raises MediaMemoryError if requests hold too much."""
         with self._lock:
             while self._kept and self.held + size > self._max_bytes:
@@ -193,7 +195,7 @@ class PictureReader:
             return found
         height, width = self.size(source)
         tokens = settings.num_tokens(height, width)
-        with self.memory.room(tokens * settings.factor**2 * CHANNELS):
+        with self.memory.reserved(tokens * settings.factor**2 * CHANNELS):
             answer = self._ask(source, settings)
             grid = settings.grid(answer.height, answer.width)
             digest = hashlib.sha256(answer.patches + msgspec.json.encode([self._kind, grid, settings])).digest()

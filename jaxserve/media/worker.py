@@ -22,7 +22,6 @@ from jaxserve.transport.child import frame, framed, limit_memory, read_frame, ta
 
 NICENESS = 10
 
-
 _SETUP = msgspec.msgpack.Decoder(PictureSetup)
 _INPUT = msgspec.msgpack.Decoder(PictureInput)
 _BLANKS = b" \t\r\n\f\v"
