@@ -63,14 +63,13 @@ class Fetcher:
             parts = self._checked(url, param)
             try:
                 found, location = self._get(parts, deadline)
+                url = url if location is None else urljoin(url, location)  # a ValueError if it is no URL
             except (OSError, http.client.HTTPException, ValueError):
                 raise _failed("The image could not be fetched.", param) from None
             if location is None:
                 if len(found) > self.max_bytes:
-                    message = f"The image is larger than {self.max_bytes} bytes."
-                    raise _failed(message, param)
+                    raise _failed(f"The image is larger than {self.max_bytes} bytes.", param)
                 return found
-            url = urljoin(url, location)
         raise _failed(f"The image's URL redirects more than {MAX_REDIRECTS} times.", param)
 
     def _checked(self, url: str, param: str) -> SplitResult:

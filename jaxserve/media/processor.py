@@ -30,6 +30,7 @@ _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLIma
 _PROCESSORS += ("Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
 _DEFAULT_PIXELS = (56 * 56, 28 * 28 * 1280)  # the class's own, for files that say nothing
 _BICUBIC = 3
+_TEXT_ONLY = "pictures of this model cannot be read; serve it with a text-only checkpoint"
 
 
 class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,10 +115,12 @@ def read_settings(directory: Path, info: PictureInfo) -> PictureSettings:
         found = {}
     _check_config(found, info)
     size = found.get("size") or {}
+    if not isinstance(size, dict):
+        raise ConfigError(f"size of the picture processor is {size!r:.80}; here it can be an object", fix=_TEXT_ONLY)
     least = found.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _DEFAULT_PIXELS[0]
     most = found.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _DEFAULT_PIXELS[1]
     area = (info.patch_size * info.merge_size) ** 2
-    if not all(isinstance(each, int) and each > 0 for each in (least, most)):
+    if not all(type(each) is int and each > 0 for each in (least, most)):
         raise ConfigError(f"the picture sizes of {directory} are no whole numbers", fix="see preprocessor_config.json")
     most = max(area, min(most, info.max_tokens * area))
     return PictureSettings(
@@ -142,9 +145,7 @@ def _check_config(found: Mapping[str, Any], info: PictureInfo) -> None:
     for name, values in expected.items():
         if found.get(name) not in values:
             message = f"{name} of the picture processor is {found[name]!r}; here it can be {values[-1]!r}"
-            raise ConfigError(
-                message, fix="pictures of this model cannot be read; serve it with a text-only checkpoint"
-            )
+            raise ConfigError(message, fix=_TEXT_ONLY)
     factor = found.get("rescale_factor")
     if factor is not None and (not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-9):
         raise ConfigError(f"rescale_factor of the picture processor is {factor!r}; here it can be 1/255")

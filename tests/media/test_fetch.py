@@ -64,6 +64,7 @@ class Site:
         whole = {
             "good": answer(BODY),
             "away": answer(b"", "302 Found", Location="http://example.org/good"),
+            "no-url": answer(b"", "302 Found", Location="http://["),
             "file": answer(b"", "302 Found", Location="file:///etc/passwd"),
             "missing": answer(BODY, "404 Not Found"),
             "gzip": answer(BODY, Content_Encoding="gzip"),
@@ -116,7 +117,9 @@ def test_a_picture_is_fetched_with_the_name_of_its_host(site: Site) -> None:
     assert fetcher("*.example.com", "localhost").fetch(f"{site.url}/chain/2", "here") == BODY
 
 
-@pytest.mark.parametrize("path", ["missing", "gzip", "short", "no-http", "chain/3", "away", "file", "long", "endless"])
+@pytest.mark.parametrize(
+    "path", ["missing", "gzip", "short", "no-http", "chain/3", "away", "file", "no-url", "long", "endless"]
+)
 def test_a_server_that_redirects_and_lies(site: Site, path: str) -> None:
     with refused("could not be fetched|redirects|larger|not one of|not valid"):
         fetcher().fetch(f"{site.url}/{path}", "here")

@@ -158,7 +158,7 @@ def test_settings_come_from_the_files_of_the_model(tmp_path: Path) -> None:
     assert low.max_pixels == 4 * 32 * 32
 
 
-@pytest.mark.parametrize("found", [{"image_processor_type": "PixtralImageProcessor"}, {"resample": 2}])
+@pytest.mark.parametrize("found", [{"image_processor_type": "PixtralImageProcessor"}, {"resample": 2}, {"size": 224}])
 def test_a_processor_that_is_not_computed_is_refused(tmp_path: Path, found: dict[str, object]) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(found))
     with pytest.raises(ConfigError, match=next(iter(found))):
