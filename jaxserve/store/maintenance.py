@@ -1,4 +1,4 @@
-"""What an operator does with a store's directory: check it, copy it while a server uses it, put a copy back.
+"""Checks a store's directory, copies it while a server uses it, and puts a copy back: the operator's commands.
 
 A backup is a directory with the files of a store: the database, the contents of files and the key of sealed answers.
 The database is copied first, as it is at one moment, and then the contents that it knows. These never change, so the
@@ -38,7 +38,7 @@ TABLES = ("files", "batches", "responses", "conversations", "threads")  # that `
 class StoreReport:
     """The state of a store.
 
-    version: of the database. rows: number of rows by table. damage: None if the database is whole
+    version: of the database. rows: number of rows by table. damage: a sentence; None if the database is whole
     missing: ids of files whose contents are not there. unknown: contents that no file names, which a start removes
     size: bytes of the database and of the contents. holder: pid of the process that uses it; "" if none does
     """
@@ -96,8 +96,8 @@ def restore(source: Path, directory: Path, disk: Disk | None = None) -> StoreRep
 
 
 def _copy(source: Path, target: Path, disk: Disk) -> None:
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} is not empty", fix="name a directory that is empty or does not exist")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not an empty directory", fix="name a directory that is empty or does not exist")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{target} is inside of {source}", fix="name a directory elsewhere")
     try:

@@ -66,7 +66,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert main(["store", "upgrade"]) == 2, "it is in use"
     asyncio.run(store.close())
     assert main(["store", "restore", str(tmp_path / "copy"), str(directory)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not an empty directory" in capsys.readouterr().err
+    assert main(["store", "restore", str(tmp_path / "copy"), str(directory / "store.db")]) == 2
     shutil.rmtree(directory)
     assert main(["store", "restore", str(tmp_path / "copy"), str(directory)]) == 0
     assert main(["store", "upgrade"]) == 0
