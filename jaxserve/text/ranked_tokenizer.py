@@ -1,9 +1,9 @@
-"""Tokenizers that are a list of byte strings by rank: Kimi's tiktoken.model and Mistral's tekken.json.
+"""Reads tokenizers that are a list of byte strings by rank: Kimi's tiktoken.model and Mistral's tekken.json.
 
 The text is cut by a pattern. In each piece the two neighbours that make the string of the lowest rank are joined, again
-and again, as tiktoken does it. A rank is a token id, of tekken.json behind its special tokens. The special tokens of a
-tiktoken.model stand in tokenizer_config.json, and its pattern in the code of the checkpoint, which is never run, so
-only Kimi's is known here.
+and again, as tiktoken does. A rank is a token id; in tekken.json the ids of the special tokens come before the ranks.
+The special tokens of a tiktoken.model are in tokenizer_config.json. Its pattern is in the code of the checkpoint, which
+is never run, so only Kimi's pattern is known here.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         vocabulary = sorted(found["vocab"], key=lambda each: int(each["rank"]))[: total - count]
         tokens = [base64.b64decode(each["token_bytes"], validate=True) for each in vocabulary]
         pattern = str(settings["pattern"])
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
         why = f"{file} cannot be read: {error!r} (version 7 and later are, which list their special tokens)"
         raise ModelLoadError(why, fix=_TAKE) from None
     ranks = {token: count + rank for rank, token in enumerate(tokens)}

@@ -132,6 +132,9 @@ def test_what_cannot_be_read_says_what_to_convert(tmp_path: Path) -> None:
         ("line", lambda d: (kimi(d, tokens) / "tiktoken.model").write_text("AA== 0\nx\n"), "line 2", "tokenizer.json"),
         ("bytes", lambda d: kimi(d, tokens[1:]), "a byte is missing", "tokenizer.json"),
         ("old", lambda d: tekken(d, tokens, special_tokens=None), "version 7 and later", "tokenizer.json"),
+        ("count", lambda d: (d / "tekken.json").write_text(
+            (tekken(d, tokens) / "tekken.json").read_text().replace('special_tokens": 20', 'special_tokens": 1e999')
+        ), "cannot be read: OverflowError", "tokenizer.json"),
         ("pattern", lambda d: tekken(d, tokens, config={"pattern": "(", "default_vocab_size": 270,
                                                         "default_num_special_tokens": 9}), "cannot be read", ""),
     ):  # fmt: skip
