@@ -145,7 +145,7 @@ _DEPLOYMENT_KEYS = (
 )
 _REFUSED = {
     "ingress_cls_config": "leave it out: the ingress passes requests on as they are",
-    "lora_config": "leave it out: LoRA adapters are not served",
+    "lora_config": "write engine_kwargs: {lora: {slots: 4}}, and load adapters by name (docs/adapters.md)",
     "server_cls": "leave it out: the engine is jaxserve's",
     "callback_config": "leave it out: no code of the configuration is run",
     "experimental_configs": "leave it out: an answer's parts are passed on at once, those that wait together",

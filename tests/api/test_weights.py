@@ -181,7 +181,7 @@ def test_no_other_directory(server: LiveServer, allowed: Path, path: str) -> Non
     answer = server.http.post("/update_weights_from_disk", json={"model_path": path}, headers=JSON)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], server.link.calls) == (400, "model_path", [])
-    assert error["message"] == "model_path is no directory that server.weights_directories allows"
+    assert error["message"] == "model_path is outside server.weights_directories"
 
 
 def test_nothing_is_allowed_without_a_configuration(allowed: Path) -> None:

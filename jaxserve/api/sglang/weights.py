@@ -54,7 +54,7 @@ from jaxserve.types.calls import (
     Wake,
 )
 
-_REFUSED = "is no directory that server.weights_directories allows"
+_REFUSED = "is outside server.weights_directories"
 
 
 def checked_directory(path: str, roots: Iterable[Path], param: str = "model_path") -> Path:
