@@ -71,7 +71,10 @@ class AsyncEngine(async_engine.AsyncEngine):
         """Stop the engine and end its threads and processes. Live requests end with EngineDeadError first."""
         self._stopped = True
         await super().stop()
-        if self._routes is not None and not (await asyncio.wait((self._routes,)))[0].pop().exception():
+        if self._routes is None:
+            return
+        await asyncio.wait((self._routes,))
+        if self._routes.exception() is None:  # else there are none to stop
             routes, self._routes = self._routes.result(), None
             await routes.state.grammars.stop()
             for stop in routes.stops:

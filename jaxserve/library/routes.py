@@ -139,7 +139,7 @@ _OF_THE_ROUTE = {
 
 
 def chat_fields(params: Params | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the route: those of sampling parameters, and `fields`, which replace them.
+    """Return the fields of the route: sampling parameters under its names, and `fields`, which replace them.
 
     `sampling_params` among the fields is vLLM's name of `params`. Raises InvalidValueError for a parameter that the
     route lacks.
@@ -168,7 +168,7 @@ def chat_fields(params: Params | None, fields: Mapping[str, Any]) -> dict[str, A
 def _inputs(texts: Any) -> Any:
     """Return texts or token ids as a route takes them: arrays and tuples are lists.
 
-    Raises InvalidValueError for what is neither a text nor a list.
+    Raises InvalidValueError for a value that is neither a text nor a list.
     """
     if isinstance(texts, str):
         return texts

@@ -2,8 +2,8 @@
 
 It computes each token that the served model computes, in the same program, and keeps its K and V in further layers of
 layer group 0: on the same pages, so that prefix hits, preemption and copies of pages need nothing of their own. After a
-step it continues each row greedily. What it writes for guessed tokens lies behind the row's last token, where the next
-step writes again. Its numbers never reach the served model, so a wrong guess costs time and changes no token.
+step it continues each row greedily. Its K and V of guessed tokens lie behind the row's last token, where the next step
+writes again. Its numbers never reach the served model, so a wrong guess costs time and changes no token.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DraftModel:
         """Continue rows greedily -> (drafts int32 [R, count], -1: none; the caches of the draft model).
 
         tokens: the last token of each of R rows. room: int32 [R], tokens that fit the row's pages. A row ends where its
-        pages do, because what it would write behind them belongs to another row.
+        pages end, because the place behind them belongs to another row.
         """
         model, drafts = self.bind(leaves[self.first_leaf :]), []
         index = jnp.arange(room.shape[0], dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The pictures of a conversation: from the parts of a body to placeholders in the prompt, and to what the engine gets.
+"""The pictures of a conversation: parts of a body become placeholders of the prompt, and `Picture`s for the engine.
 
     parts of a body -> PicturePart in the messages -> {"type": "image"} for the chat template
     one placeholder in the text -> one token id -> a run of `num_tokens` of them
@@ -23,7 +23,7 @@ from jaxserve.media.processor import PictureSettings
 from jaxserve.media.reader import ReadPicture, Source
 from jaxserve.types.picture import Picture
 
-SHOWN_PART = {"type": "image"}  # what templates see
+SHOWN_PART = {"type": "image"}  # templates see it in the place of a picture
 AREAS = 4  # all pictures of a prompt may have this many times the pixels of the largest one
 _DATA = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 _NO_URLS = "This server takes images as data: URLs; set media.allowed_hosts to fetch."
@@ -34,7 +34,7 @@ class PicturePart:
     """A picture in a message's list of parts. It is no JSON value, and no template gets it.
 
     text: a data: URL, a URL, or base64 if `is_base64`. param: the body's field. detail, min_pixels, max_pixels: see
-    `PictureSettings.within`. source: what `text` says, once it was read or fetched
+    `PictureSettings.within`. source: the bytes that `text` names, once they were read or fetched
     """
 
     text: str
@@ -151,9 +151,10 @@ async def counted(parts: Sequence[PicturePart], state: ServerState) -> list[Plac
 async def read(
     placed: Sequence[Placed], state: ServerState, namespace: str
 ) -> tuple[tuple[Picture, ...], list[ReadPicture]]:
-    """Decode the pictures of a prompt. Return what the engine gets, and what must be held as long as it may need it.
+    """Decode the pictures of a prompt. Return them for the engine, and the objects to hold until the request ends.
 
-    namespace: the owner of the request and its cache_salt; namespaces share no picture
+    Memory counts a picture as long as its object is held. namespace: the owner of the request and its cache_salt;
+    namespaces share no picture
     Raises a RequestError that names a picture, and MediaMemoryError.
     """
     pictures, held = [], []
@@ -165,7 +166,7 @@ async def read(
             return state.pictures.read(source, each.settings, namespace)
 
         found = await _named(each.part, state, work, len(source.data))
-        each.part.source = None  # the encoded bytes; the patches are what the engine needs
+        each.part.source = None  # frees the encoded bytes: the engine needs the patches only
         held.append(found)
         pictures.append(Picture(found.digest, found.patches, found.grid, each.start, found.num_tokens))
         state.metrics.pictures.inc()

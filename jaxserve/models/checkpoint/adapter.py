@@ -1,7 +1,7 @@
 """Read an adapter in the form of the peft library: adapter_config.json and adapter_model.safetensors.
 
-Only safetensors is read. `adapter_of` makes an `Adapter` of tensors that are in memory. What would change the result
-and is not computed here is refused by name.
+Only safetensors is read. `adapter_of` makes an `Adapter` of tensors that are in memory. A key or tensor that would
+change the result and is not computed here is refused by name.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _no_place(name: str, adapted: AdaptedStructure) -> ModelLoadError | None:
 
 
 class _Scaling:
-    """The scale of each layer by an adapter's configuration. Raises ModelLoadError for what is not served."""
+    """The scale of each layer by an adapter's configuration. Raises ModelLoadError for keys that are not served."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         _refuse(config)

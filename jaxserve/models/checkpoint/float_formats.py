@@ -47,9 +47,10 @@ _PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)  # [256, 2
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """The layout of a format: values in a byte, weights of a row that share a scale, dtypes, a scale of the tensor.
+    """The layout of a format.
 
-    group: None: the scales are FP8's
+    per_byte: values in a byte. values, scales: allowed dtypes. group: weights of a row that share a scale; None: the
+    scales are FP8's. of_tensor: the tensor has a scale too
     """
 
     per_byte: int
@@ -69,8 +70,6 @@ _FORMATS: Mapping[Method, FloatFormat] = MappingProxyType(
         "nvfp4": FloatFormat(2, (_BYTE_DTYPE,), (E4M3,), 16, of_tensor=True),
     }
 )
-
-
 FLOAT_METHODS = tuple(_FORMATS)
 
 
@@ -207,7 +206,7 @@ def value_dtype(method: Method) -> np.dtype:
 class FloatWeight:
     """A part's tensors, of which rows are read: [O, I], of gpt-oss [experts * O, I].
 
-    Its scales are read at once, and checked. Raises ModelLoadError if they are no positive numbers.
+    Its scales are read at once, and checked. Raises ModelLoadError if they are not positive.
     """
 
     def __init__(self, part: Part, method: Method, block: Block | None, tensors: Tensors, read: Read) -> None:

@@ -17,11 +17,11 @@ class VisionConfig:
 
     kind          the processor and the placeholders, see `PictureInfo.kind`
     out_size      hidden size of the language model
-    merge         patches of one token are merge x merge
+    merge         a token is made of merge x merge patches
     frames        frames that the patch projection takes; a still has equal ones
     deepstack     blocks after which the hidden states are merged too, and added after the first text layers
     table         sides of the square table of learned positions; 0: there is none
-    window        sides in tokens of the windows that blocks attend in, but for those of `whole`; 0: all attend whole
+    window        side in tokens of the windows that blocks attend in, except the blocks of `whole`; 0: no block does
     mean, std     of each channel, by which pixels of 0 to 1 are normalized
     token_id      the placeholder of one row
     """

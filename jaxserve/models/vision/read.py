@@ -80,7 +80,7 @@ def _tower(
     patch: int,
     activation: str,
 ) -> VisionConfig:
-    """Return what all towers share. The other arguments: values of keys that the file lacks"""
+    """Return the fields that all towers have. token_id and the arguments after it: values of keys that are not given"""
     inside = hf["vision_config"]
     if not isinstance(inside, dict):
         raise ValueError(f"'vision_config' must be an object, not {shown(inside)}")

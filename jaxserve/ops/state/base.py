@@ -1,4 +1,4 @@
-"""The interface of recurrent-state layers: what one layer keeps, the rows of a step, and the function that advances it.
+"""The interface of recurrent-state layers: the arrays that a layer keeps, the rows of a step, and `recur`.
 
 Such a layer keeps, instead of K and V of every token, one matrix per head that summarises all tokens so far. A page of
 its arrays holds the whole of that for one sequence:
@@ -7,7 +7,7 @@ its arrays holds the whole of that for one sequence:
     ring  [N, L, Hk, C]               the layer's inputs at the last L positions; position p is at index p mod L
 
 The state lags behind: it holds only the tokens that are sure. A sampled row's last token may be computed again, and
-drafts may be rejected, so their inputs stay in the ring, and the next row folds those that turned out to be part of the
+drafts may be rejected, so their inputs stay in the ring. The next row folds the tokens that became part of the
 sequence. Nothing is ever rolled back, and a state has the same bits as if it had been advanced token by token.
 
     tokens of row r    0 ........ folded ............ start ........... sure ......... end
@@ -50,7 +50,7 @@ class StateSpec:
 
     decay_floor: of channel_delta, see `_log_decay`; None: softplus decides alone.
     dt_limits: smallest and largest dt of mamba2.
-    copies: of each of the checkpoint's key heads, for more devices than those; key_heads includes the copies.
+    copies: of each of the checkpoint's key heads, if there are more devices than heads; key_heads counts the copies.
     """
 
     kind: Kind
@@ -86,7 +86,7 @@ class StateSpec:
 
 
 class StateArrays(NamedTuple):
-    """What a layer keeps. A page may hold anything before it is first written, NaN included.
+    """The arrays that a layer keeps. A page may hold anything before it is first written, NaN included.
 
     state: float32 [N, H, K, V], None for a convolution. ring: [N, L, Hk, C], in the dtype of the layer's inputs.
     """
@@ -102,7 +102,7 @@ def state_shapes(spec: StateSpec, num_pages: int, ring: int) -> tuple[tuple[int,
 
 
 def ring_length(spec: StateSpec, max_drafts: int) -> int:
-    """Return L: the inputs of one convolution before a state's last token, that token's, and those of drafts."""
+    """Return L: the inputs that the convolution of a state's last token reads, and the inputs of drafts."""
     return spec.conv_width + max_drafts
 
 
@@ -252,7 +252,7 @@ def row_inputs(ring: jax.Array, raw: jax.Array, rows: StateRows, row: jax.Array,
 
 
 def store_rings(ring: jax.Array, raw: jax.Array, rows: StateRows) -> jax.Array:
-    """Return the ring with the last L inputs of each row at its write page, and those of its emits."""
+    """Return the ring with the last L inputs of each row at its write page, and at the pages of its emits."""
     pages, length = ring.shape[:2]
     row = jnp.arange(rows.starts.shape[0], dtype=jnp.int32)
     count = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]

@@ -95,7 +95,7 @@ def advance(spec: StateSpec, state: jax.Array, token: Prepared) -> tuple[jax.Arr
 
 
 def with_skip(spec: StateSpec, answer: jax.Array, convolved: jax.Array, weights: StateWeights) -> jax.Array:
-    """Add what mamba2 passes by its state: answers [..., H, V] of convolved [..., Hk, channels]."""
+    """Add the input that mamba2 leads past its state: answers [..., H, V] of convolved [..., Hk, channels]."""
     if weights.skip is None:
         return answer
     passed = convolved[..., 2 * spec.k_dim :].reshape(answer.shape)

@@ -73,7 +73,7 @@ class TritonStates(XlaStates):
 
 
 class _Plan(NamedTuple):
-    """What each row does, int32 [R]: tokens, how many of them are the ring's, its first among the step's, pages.
+    """The work of each row, int32 [R]: tokens, how many of them are the ring's, its first among the step's, pages.
 
     sure: tokens after which the state is stored. emits [R, E, 2]: (tokens, page) of the copies.
     """

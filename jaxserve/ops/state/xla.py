@@ -170,7 +170,7 @@ class Step:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Change:
-    """What a piece of n tokens does to a state: keys [H, n, K], u [H, n, V], c: sums of log decays [H, n]."""
+    """The change of a state by a piece of n tokens: keys [H, n, K], u [H, n, V], c: sums of log decays [H, n]."""
 
     keys: jax.Array
     u: jax.Array

@@ -95,7 +95,7 @@ def _escaped(text: str, tail: int) -> bool:
 
 
 def unescaped_beginning(text: str) -> str:
-    """Return what the beginning of a JSON string, without its quote, means. An escape that was cut is left out."""
+    """Return the text of the beginning of a JSON string, given without its quote. A cut escape is left out."""
     tail = _OPEN_ESCAPE.search(text[-12:])
     return _unescape(text[: len(text) - len(tail[0])] if tail and not _escaped(text, len(tail[0])) else text)
 
@@ -378,7 +378,7 @@ class ToolParser(ABC):
         events, self._events = self._events, []
         return merged(events)
 
-    # --- what families use
+    # --- building blocks for families
 
     def content(self, text: str) -> None:
         """Emit answer text. White space around calls is layout and is dropped."""
@@ -453,7 +453,7 @@ class ToolParser(ABC):
         return False
 
     def give_up(self) -> None:
-        """Emit what was read since `mark` as content, but not the mere head of a call that was cut beside others."""
+        """Emit the text since `mark` as content, but not the mere head of a call that was cut beside others."""
         text = self.reader.unmark()
         if not (self.was_cut and self._is_head(text)):
             self.content(text)
@@ -659,7 +659,7 @@ class _JsonCall:
     def _start_cut(self, name: str) -> bool:
         """Start a call that the end of the text cut off; return whether its arguments are whole.
 
-        If the model itself ended it so, it is a call only if what its arguments have can be closed.
+        If the model itself ended it so, it is a call only if the JSON of its arguments can be closed.
         """
         key, value = self.cut or ("", "")
         if key in self.ARGUMENTS:

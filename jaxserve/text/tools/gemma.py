@@ -11,7 +11,7 @@ from jaxserve.text.tools.base import ToolParser, as_json
 from jaxserve.text.tools.format import CallFormat, CallOpening, NotedCall, ToolFormat
 
 BEGIN, END, MARK = "<|tool_call>", "<tool_call|>", '<|"|>'
-Types = Callable[[str], Collection[str]]  # from the name of a member to its JSON types
+Types = Callable[[str], Collection[str]]  # from the name of a member to its JSON types; none: any
 
 
 def _any_type(key: str) -> Collection[str]:
@@ -21,7 +21,7 @@ def _any_type(key: str) -> Collection[str]:
 class GemmaParser(ToolParser):
     """<|tool_call>call:f{x:1,y:<|"|>a<|"|>,z:[true,{k:<|"|>b<|"|>}]}<tool_call|>
 
-    The notation is made into JSON while it streams. A mark within a text is part of it, unless `,`, `}` or `]` or the
+    The notation is converted to JSON while it streams. A mark within a text is part of it, unless `,`, `}`, `]` or the
     end of the output follows.
     """
 

@@ -91,7 +91,7 @@ class PythonicParser(ToolParser):
                 return "".join(pieces[:-1]), True
 
     def _string_rest(self, quote: str) -> Reading[tuple[str, bool]]:
-        """Return what follows an opening quote, with the closing one, and whether that came."""
+        """Return the text after an opening quote up to the closing one, included, and whether that came."""
         pieces: list[str] = []
         close = quote
         if (yield from self.reader.accept(quote * 2)):
@@ -113,7 +113,7 @@ class PythonicParser(ToolParser):
 class TaggedPythonicParser(PythonicParser):
     """Calls as PythonicParser reads them, behind a tag. Text may stand before it.
 
-    begin: the tag; opening: what stands between the tag and the first call
+    begin: the tag. opening: the text between the tag and the first call
     """
 
     begin: ClassVar[str]

@@ -294,7 +294,7 @@ class QwenParameters(Parameters):
 class GlmParameters(Parameters):
     """<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks.
 
-    suffix: what Hy3 writes at the end of each tag's name
+    suffix: of each tag's name, which Hy3 has
     """
 
     def __init__(self, parser: ToolParser, name: str, suffix: str = "") -> None:
@@ -397,7 +397,7 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 class InvokeParameters(Parameters):
     """<parameter name="x">1</parameter></invoke>
 
-    prefix: what stands before the names of these tags. sections: names of the tags around calls
+    prefix: of the names of these tags. sections: names of the tags around calls
     """
 
     def __init__(self, parser: ToolParser, name: str, prefix: str, sections: tuple[str, ...]) -> None:
@@ -600,7 +600,7 @@ class MimoParser(Qwen3CoderParser):
 class HyParser(ToolParser):
     """<tool_calls><tool_call>f<tool_sep><arg_key>x</arg_key><arg_value>1</arg_value></tool_call></tool_calls>
 
-    suffix: what stands at the end of each tag's name
+    suffix: of each tag's name
     """
 
     suffix: ClassVar[str] = ":opensource"
@@ -639,7 +639,7 @@ class HyPreviewParser(HyParser):
 class InvokeParser(ToolParser):
     """<invoke name="f"><parameter name="x">1</parameter></invoke>, in a section of calls.
 
-    prefix: what stands before the names of these tags. section_names: names of the tags around calls
+    prefix: of the names of these tags. section_names: names of the tags around calls
     """
 
     prefix: ClassVar[str]
@@ -688,7 +688,7 @@ _QWEN_CLOSED_BY = (
 
 
 def _qwen_calls(wrapper: str = "tool_call", line: str = "\n") -> CallFormat:
-    """Return how Qwen3-Coder writes calls. line: what stands around a value"""
+    """Return how Qwen3-Coder writes calls. line: the text around a value"""
     call = TaggedCall(
         f"<{wrapper}>\n<function=NAME>\n",
         f"<parameter=KEY>{line}",
@@ -701,7 +701,7 @@ def _qwen_calls(wrapper: str = "tool_call", line: str = "\n") -> CallFormat:
 
 
 def _glm_calls(line: str) -> CallFormat:
-    """Return how GLM writes calls. line: what stands between tags"""
+    """Return how GLM writes calls. line: the text between tags"""
     call = TaggedCall(
         f"<tool_call>NAME{line}",
         f"<arg_key>KEY</arg_key>{line}<arg_value>",
