@@ -67,7 +67,10 @@ def check(directory: Path) -> StoreReport:
             if table in present
         }
         known = files.stored_ids(connection)
-    sizes = {path.name: path.stat().st_size for path in own_files(directory, FILES)}
+    sizes: dict[str, int] = {}
+    for path in own_files(directory, FILES):
+        with contextlib.suppress(FileNotFoundError):  # a server deletes files meanwhile
+            sizes[path.name] = path.stat().st_size
     size = (directory / DATABASE).stat().st_size + sum(sizes.values())
     missing, unknown = sorted(known - sizes.keys()), sorted(sizes.keys() - known)
     return StoreReport(version, rows, damage, missing, unknown, size, lock_holder(directory))

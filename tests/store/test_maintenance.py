@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.store import Store
+from jaxserve.store import Store, maintenance
 from jaxserve.store.database import SCHEMA_VERSION
 from jaxserve.store.maintenance import backup, check, restore
 from tests.store.helpers import content, new_batch, upload
@@ -52,6 +52,15 @@ def test_a_backup_of_a_store_in_use_is_a_whole_store(tmp_path: Path) -> None:
         thread.join()
         asyncio.run(store.close())
     assert check(tmp_path / "store").damage is None
+
+
+def test_a_file_that_is_deleted_while_a_store_is_checked_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "store"
+    asyncio.run(Store(directory).close())
+    monkeypatch.setattr(maintenance, "own_files", lambda *args: [directory / "files" / "gone"])
+    assert check(directory).unknown == []
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
