@@ -100,9 +100,14 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """The flag is refused. fix: what to do instead"""
+    """The flag is refused.
+
+    fix: what to do instead
+    beside: key with which the flag has no effect, because the key says the same
+    """
 
     fix: str
+    beside: str = ""
 
 
 Answer = Key | NoEffect | Refused
@@ -129,6 +134,7 @@ _LORA = Refused(
     "write --lora.slots N for N adapters on the devices, and --lora.adapters, a list of {name, path}, for those of the "
     "start, or merge the adapter into the checkpoint"
 )
+_LORA_SWITCH = Refused(f"write --max-loras N beside it, or {_LORA.fix.removeprefix('write ')}", beside="lora.slots")
 _SPECULATION = Refused(
     "write --speculation.method ngram, or draft_model with --speculation.draft_model DIR: no other method is served yet"
 )
@@ -451,7 +457,8 @@ ROWS: list[tuple[str, Answer]] = [
     ("--max-lora-rank", Key("lora.max_rank")),
 
     # not supported yet
-    ("--enable-lora! --lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
+    ("--enable-lora!", _LORA_SWITCH),
+    ("--lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
      "--specialize-active-lora! --enable-lora-* --enable-mixed-moe-lora-format! --enable-moe-shared-loras! "
      "--enable-tower-connector-lora! --experts-shared-outer-loras --qlora-adapter-name-or-path --uno-lora-path", _LORA),
     ("--speculative-algorithm", Key("speculation.method", words={"ngram": "ngram", "standalone": "draft_model"})),

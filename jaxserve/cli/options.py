@@ -51,10 +51,15 @@ _NEGATED = re.compile(r"--(no|disable)-")
 
 @dataclass
 class Flags:
-    """The values of a command line. notices: messages for the operator about flags without effect"""
+    """The values of a command line.
+
+    notices: messages for the operator about flags without effect
+    needing: flags that are refused without a key, which may come after them
+    """
 
     values: dict[str, Any] = dataclass_field(default_factory=dict)
     notices: list[str] = dataclass_field(default_factory=list)
+    needing: dict[str, Refused] = dataclass_field(default_factory=dict)
 
     def put(self, key: str, values: Sequence[str]) -> None:
         """Set a key. Values of a list key are appended. Any other key keeps the last value."""
@@ -82,6 +87,10 @@ def parse_flags(argv: Iterable[str]) -> Flags:
         answer, switch = find_flag(flag)
         given = [text] if equals else _values(words, switch=switch, many=isinstance(answer, Key) and answer.many)
         _take(flags, flag, answer, given, switch=switch)
+    for flag, answer in flags.needing.items():
+        if answer.beside not in flags.values:
+            raise ConfigError(f"{flag} is no flag of jaxserve", fix=answer.fix)
+        flags.notices.append(f"{flag} has no effect: {answer.beside} is set")
     return flags
 
 
@@ -149,7 +158,8 @@ def _is_flag(word: str) -> bool:
 
 def _take(flags: Flags, flag: str, answer: Answer, given: list[str], *, switch: bool) -> None:
     if isinstance(answer, Refused):
-        raise ConfigError(f"{flag} is no flag of jaxserve", fix=answer.fix)
+        _take_refused(flags, flag, answer, off=switch and given == ["false"])
+        return
     if isinstance(answer, NoEffect):
         if answer.values and given and given[0].lower() not in answer.values:
             raise ConfigError(f"{flag} {given[0]} is not served", fix=answer.fix)
@@ -171,6 +181,15 @@ def _take(flags: Flags, flag: str, answer: Answer, given: list[str], *, switch: 
         flags.put(answer.key, [_value(flags, flag, answer, text) for text in given])
     if answer.note:
         flags.notices.append(f"{flag}: {answer.note}")
+
+
+def _take_refused(flags: Flags, flag: str, answer: Refused, *, off: bool) -> None:
+    """Raise ConfigError, unless the flag asks for nothing or may stand beside a key."""
+    if off:
+        return
+    if not answer.beside:
+        raise ConfigError(f"{flag} is no flag of jaxserve", fix=answer.fix)
+    flags.needing[flag] = answer
 
 
 def _switched(const: str, word: str = "true") -> str:

@@ -134,6 +134,8 @@ def test_a_flag_is_taken(words: str, key: str, value: object) -> None:
         ("--enable-priority-scheduling", "a lower value is earlier here"),
         ("--pipeline-parallel-size 1", "no effect: there is one"),
         ("--no-enable-lora", "no effect: it is off"),
+        ("--enable-lora --max-loras 4", "--enable-lora has no effect: lora.slots is set"),
+        ("--lora.slots 4 --enable-lora", "--enable-lora has no effect: lora.slots is set"),
         ("--compilation-config.level 3", "no effect: programs of fixed shapes are compiled before the server is ready"),
     ],
 )
@@ -145,7 +147,7 @@ def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message", "fix"),
     [
-        ("--enable-lora", "--enable-lora is no flag of jaxserve", "merge the adapter"),
+        ("--enable-lora", "--enable-lora is no flag of jaxserve", "write --max-loras N beside it"),
         ("--speculative-config {}", "{} should be a JSON object", "some of method, model"),
         ('--speculative-config {"method":"eagle3","model":"DIR"}', "speculation.method", None),
         ('--speculative-config {"quantization":"fp8"}', "the field quantization is not served", "leave it out"),
