@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import itertools
 import logging
 import os
@@ -22,13 +24,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import jax
 import msgspec
 import numpy as np
 
-from jaxserve.config import Config, suggestion
+from jaxserve.config import Config
 from jaxserve.engine.control import EngineControl
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.factory import build_engine
@@ -41,7 +43,7 @@ from jaxserve.types.calls import Mode
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
 from jaxserve.types.picture import Picture
-from jaxserve.types.sampling import EngineRequest, GrammarSpec, SamplingParams, namespace_of, request_seed, siblings
+from jaxserve.types.sampling import EngineRequest, SamplingParams, namespace_of, request_seed, siblings
 from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput, joined_versions
 
 logger = logging.getLogger(__name__)
@@ -124,8 +126,60 @@ def interrupts_wait() -> Iterator[None]:
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt` or `prompt_token_ids`, as vLLM's has
-Params = SamplingParams | Mapping[str, Any]  # a mapping has SGLang's or our names, see `sampling_params`
+Params = SamplingParams | Mapping[str, Any]  # a mapping of names that a call of SamplingParams takes
 Sink = Callable[[RequestOutput], None]  # receives the outputs of a sequence
+
+
+# arguments of vLLM's and SGLang's generate -> ours of the same meaning
+_OTHER_NAMES = {
+    **dict.fromkeys(("prompt", "prompt_token_ids", "input_ids"), "prompts"),
+    "sampling_params": "params",
+    "lora_path": "adapter",
+}
+# -> what to use instead
+_INSTEAD = {
+    "custom_logit_processor": "a constraint of SamplingParams: no code of requests is run",
+    "image_data": "chat, with the images in the messages",
+    "logprob_start_len": "SamplingParams(prompt_logprobs=...)",
+    "lora_request": "load_adapter(name, path), and adapter=name here",
+    "multi_modal_data": "chat, with the images in the messages",
+    "priority": "add_request(prompt, params, priority=...)",
+    "return_hidden_states": "SamplingParams(extras=ExtraParams(hidden_states='last'), logprobs=0)",
+    "return_logprob": "SamplingParams(logprobs=...)",
+    "rid": "add_request(prompt, params, request_id=...)",
+    "stream": "AsyncEngine, whose generate streams",
+    "token_ids_logprob": "SamplingParams(extras=ExtraParams(logprob_token_ids=...), logprobs=0)",
+    "tokenization_kwargs": "token ids as prompts",
+    "top_logprobs_num": "SamplingParams(logprobs=...)",
+}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def takes_other_names(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a method take other engines' names of its arguments. The others are an InvalidValueError, not a TypeError."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **named: _P.kwargs) -> _R:
+        given: dict[str, Any] = {}
+        for name, value in named.items():
+            own = name if name in signature.parameters else _OTHER_NAMES.get(name, name)
+            if own in given:
+                raise InvalidValueError(f"{own} is given twice, once as {name}", param=name)
+            if own in _INSTEAD and own not in signature.parameters:
+                if value is not None and value is not False:
+                    raise InvalidValueError(f"{method.__name__} has no {name}: use {_INSTEAD[name]}", param=name)
+                continue
+            given[own] = value
+        try:
+            signature.bind(*args, **given)
+        except TypeError as error:
+            raise InvalidValueError(f"{method.__name__}{signature}: {error}".replace("self, ", ""), param="") from None
+        return method(*args, **given)
+
+    return call
 
 
 @dataclass(slots=True)
@@ -262,6 +316,7 @@ class TextEngine:
         """Return the ModelRunner: weights, KV cache and compiled programs."""
         return self.core.runner
 
+    @takes_other_names
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -312,6 +367,7 @@ class TextEngine:
             for prompt, group in zip(batch, groups, strict=True)
         ]
 
+    @takes_other_names
     def add_request(
         self,
         prompt: Prompt,
@@ -604,40 +660,6 @@ def content_of(prompt: Any) -> str | list[int]:
     return [int(each) for each in prompt]
 
 
-# names of other servers -> of SamplingParams
-_PEERS_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-    "no_stop_trim": "include_stop_str_in_output",
-}
-_GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}  # SGLang's names -> kind of grammar
-
-
-def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """Return the SamplingParams that a mapping of our or of SGLang's names means.
-
-    A value of None is as if the name were absent. Raises InvalidValueError for an unknown name.
-    """
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        own = "grammar" if name in _GRAMMARS else _PEERS_NAMES.get(name, name)
-        if own not in SamplingParams.__struct_fields__:
-            hint = suggestion(name, [*SamplingParams.__struct_fields__, *_PEERS_NAMES, *_GRAMMARS])
-            raise InvalidValueError(f"there is no sampling parameter {name!r}{hint}", param=name)
-        if value is None:
-            continue
-        if own in found:
-            raise InvalidValueError(f"{own} is given twice", param=name)
-        if name in _GRAMMARS:
-            source = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-            value = GrammarSpec(kind=_GRAMMARS[name], source=source)
-        if own == "top_k" and value == -1:
-            value = 0  # off, under SGLang's and vLLM's name
-        found[own] = value
-    return SamplingParams(**found)
-
-
 def params_for(batch: list[Prompt], params: Params | Sequence[Params] | None) -> list[SamplingParams]:
     """Return the params of each prompt. Raises InvalidValueError for what are no params, or too many or too few."""
     if params is None or isinstance(params, SamplingParams | Mapping):
@@ -654,7 +676,7 @@ def _one_params(params: Any) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if isinstance(params, Mapping):
-        return sampling_params(params)
+        return SamplingParams(**{str(name): value for name, value in params.items()})
     if not isinstance(params, SamplingParams):
         message = f"params are SamplingParams, or a mapping of their names; {type(params).__name__} is neither"
         raise InvalidValueError(message, param="params")

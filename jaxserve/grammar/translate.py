@@ -271,11 +271,6 @@ def schema_spec(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Gr
     return GrammarSpec(kind="json_schema", source=json.dumps(closed(schema) if strict else schema))
 
 
-def grammar_spec(text: str) -> GrammarSpec:
-    """Return the spec of a grammar in EBNF (GBNF, as in SGLang and vLLM) or in Lark."""
-    return GrammarSpec(kind="ebnf" if "::=" in text else "lark", source=text)
-
-
 def choice_spec(choices: list[str]) -> GrammarSpec:
     return GrammarSpec(kind="choice", source=json.dumps(choices))
 

@@ -26,9 +26,9 @@ from jaxserve.client import async_engine
 from jaxserve.client.async_engine import GenerateOptions
 from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
-from jaxserve.engine.engine import Params, Prompt, content_of, params_for
+from jaxserve.engine.engine import Params, Prompt, content_of, params_for, takes_other_names
 from jaxserve.errors import InvalidValueError, ServerError
-from jaxserve.library.routes import Routes, chat_fields, chunk_of
+from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of
 from jaxserve.library.serving import config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.calls import LoadAdapter, UnloadAdapter
@@ -90,6 +90,7 @@ class AsyncEngine(async_engine.AsyncEngine):
             self._routes = asyncio.ensure_future(asyncio.to_thread(Routes, engine))
         return await asyncio.shield(self._routes)
 
+    @takes_other_names
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]  # it takes texts too
         self, prompt: Prompt, params: Params | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[RequestOutput]:
@@ -99,6 +100,8 @@ class AsyncEngine(async_engine.AsyncEngine):
         adapter, among the options: name of a loaded adapter, or its digest
         Raises RequestError for a wrong prompt; before the first output NotReadyError, QueueFullError or RequestError.
         """
+        if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
+            raise InvalidValueError(f"generate has no {unknown[0]}", param=unknown[0])
         (own,) = params_for([prompt], params)
         given = content_of(prompt)
         if name := options.get("adapter"):  # the routes give the digest
@@ -165,7 +168,7 @@ class AsyncEngine(async_engine.AsyncEngine):
         """Answer several conversations in one batch. Arguments and errors are those of `chat`."""
         routes = await self._ready_routes()
         shared = chat_fields(params, fields) | {"stream": False}
-        return await routes.whole([await routes.begin(shared | {"messages": each}) for each in conversations])
+        return await routes.whole([await routes.begin(shared | {"messages": each}) for each in each_of(conversations)])
 
 
 async def _chunks(answer: ChatAnswer) -> AsyncGenerator[ChatCompletionChunk, None]:

@@ -30,7 +30,7 @@ from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.engine.engine import Params, Prompt, TextEngine
 from jaxserve.errors import InvalidValueError
-from jaxserve.library.routes import Routes, chat_fields, chunk_of
+from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of
 from jaxserve.library.serving import LoopThread, config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
@@ -153,7 +153,7 @@ class Engine(TextEngine):
         """Answer several conversations in one batch. Arguments and errors are those of `chat`."""
         routes = self._ready_routes()
         shared = chat_fields(params, fields) | {"stream": False}
-        answers = [routes.conversation(shared | {"messages": messages}) for messages in conversations]
+        answers = [routes.conversation(shared | {"messages": messages}) for messages in each_of(conversations)]
         return routes.loop.run(routes.whole(answers))
 
     def _ready_routes(self) -> _Routes:

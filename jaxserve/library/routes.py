@@ -38,7 +38,7 @@ from jaxserve.engine.engine import Params, params_for
 from jaxserve.errors import InvalidValueError
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import make_tracing
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -70,7 +70,11 @@ class Routes:
     def _body(self, fields: dict[str, Any], kind: type[B]) -> B:
         """Validate the fields of a route. Raises InvalidValueError for one that the route does not know."""
         fields = {"model": self.state.engine.info.served_names[0]} | fields
-        body, unknown = validated(orjson.dumps(fields, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY), kind)
+        try:
+            data = orjson.dumps(fields, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+        except orjson.JSONEncodeError as error:
+            raise InvalidValueError(f"a field is no JSON: {error}") from None
+        body, unknown = validated(data, kind)
         for name in unknown:
             if name in fields:
                 raise InvalidValueError(f"the route has no field {name}", param=name)
@@ -120,6 +124,16 @@ class Routes:
         return [ChatCompletion.model_validate_json(orjson.dumps(task.result())) for task in tasks]
 
 
+def each_of(conversations: Any) -> Sequence[Any]:
+    """Return several conversations. Raises InvalidValueError for what is no list, and for one conversation."""
+    if isinstance(conversations, str | bytes | Mapping) or not isinstance(conversations, Sequence):
+        message = f"conversations are a list of lists of messages, not {type(conversations).__name__}"
+        raise InvalidValueError(message, param="messages")
+    if conversations and isinstance(conversations[0], Mapping):
+        raise InvalidValueError("this is one conversation: use chat", param="messages")
+    return conversations
+
+
 def chunk_of(event: bytes) -> ChatCompletionChunk:
     """Parse an HTTP event of a streamed conversation back into a chunk."""
     return ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: "))
@@ -127,7 +141,6 @@ def chunk_of(event: bytes) -> ChatCompletionChunk:
 
 # fields of SamplingParams that chat/completions does not have under the same name -> its own field or way
 _OF_THE_ROUTE = {
-    "grammar": "response_format",
     "bad_words_token_ids": "bad_words",
     "thinking": "thinking_token_budget",
     "extras": "the field of docs/routes.md that asks for it",
@@ -159,10 +172,30 @@ def chat_fields(params: Params | None, fields: Mapping[str, Any]) -> dict[str, A
         if given.pop(name) != usual[name]:
             raise InvalidValueError(f"params.{name}: in a conversation give {instead}", param=name)
     given.pop("grouped")  # only batches use it
+    grammar: GrammarSpec | None = given.pop("grammar")
+    if grammar is not None:
+        if grammar.begin_after:  # the route finds the end of the thinking itself
+            raise InvalidValueError("params.grammar: in a conversation it begins after the thinking", param="grammar")
+        given["structured_outputs"] = _structured(grammar)
     if given["logprobs"] is not None:
         given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
     given["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
     return {name: value for name, value in given.items() if value not in (None, ())} | given_fields
+
+
+def _structured(grammar: GrammarSpec) -> dict[str, Any]:
+    """Return a constraint as the field of the route."""
+    match grammar.kind:
+        case "json_schema":
+            return {"json": grammar.source}
+        case "json_object":
+            return {"json_object": True}
+        case "choice":
+            return {"choice": orjson.loads(grammar.source)}
+        case "regex":
+            return {"regex": grammar.source}
+        case _:
+            return {"grammar": grammar.source}
 
 
 def _inputs(texts: Any) -> Any:

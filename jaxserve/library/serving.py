@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MakeLink = Callable[[Config], EngineLink | Sequence[EngineLink]]  # several: one for each replica
+
+_FLAG = re.compile(r"--(?!help)(?:[a-z]+\.)?([a-z0-9-]+)")  # a section's name is left out
 
 START_TIMEOUT = 600.0  # seconds; compiling a large model without a cache takes minutes
 
@@ -56,9 +59,9 @@ def config_of(model: str | None, keys: Mapping[str, Any], config: Config | None 
     try:
         flags = parse_flags(f"{flag}={_word(keys[name])}" for flag, name in peers.items() if keys[name] is not None)
     except ConfigError as error:
-        raise ConfigError(_as_arguments(str(error), peers), fix=_as_arguments(error.fix or "", peers) or None) from None
+        raise ConfigError(_as_arguments(str(error)), fix=_as_arguments(error.fix or "") or None) from None
     for notice in flags.notices:
-        logger.warning("%s", _as_arguments(notice, peers))
+        logger.warning("%s", _as_arguments(notice))
     given = flags.values.pop("model.path", None)
     if model is not None and given not in (None, model):
         raise ConfigError(f"two models are given, {model} and {given}", fix="leave one out")
@@ -77,10 +80,9 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
 
 
-def _as_arguments(text: str, peers: Mapping[str, str]) -> str:
+def _as_arguments(text: str) -> str:
     """Return a text about flags as one about arguments."""
-    for flag, name in peers.items():
-        text = text.replace(flag, name)
+    text = _FLAG.sub(lambda found: found[1].replace("-", "_"), text)
     return text.replace("unknown flag", "unknown argument").replace("is no flag of", "is no argument of")
 
 

@@ -3,6 +3,9 @@
 SamplingParams and EngineRequest are msgspec Structs, because they cross the socket between the API process and the
 engine process. `siblings` splits a request for n choices into n requests for one choice each, and gives each a seed.
 
+A call of SamplingParams takes the names of vLLM's and SGLang's SamplingParams too. One that means nothing here is an
+error that says what to use instead.
+
 `threefry2x32` makes the counter-based random numbers that draw tokens (JAX, on the device) and test watermarks (numpy,
 on the host). It is Threefry-2x32 with 20 rounds of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011,
 implemented here so that a seed's numbers do not depend on JAX's version or configuration.
@@ -10,10 +13,11 @@ implemented here so that a seed's numbers do not depend on JAX's version or conf
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,6 +53,11 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     begin_unless: tuple[Int32, ...] = ()
 
 
+def grammar_spec(text: str) -> GrammarSpec:
+    """Return the spec of a grammar in EBNF (GBNF, as in SGLang and vLLM) or in Lark."""
+    return GrammarSpec(kind="ebnf" if "::=" in text else "lark", source=text)
+
+
 class ThinkingForm(msgspec.Struct, frozen=True, kw_only=True):
     """How an output thinks.
 
@@ -75,8 +84,23 @@ class ThinkingBudget(ThinkingForm, frozen=True, kw_only=True):
     end_token_ids: tuple[Int32, ...]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _TakesOtherNames(msgspec.StructMeta):
+    """Reads the names of a call. Decoding and `replace` make objects without a call."""
+
+    if not TYPE_CHECKING:  # a type checker reports other names by itself
+
+        def __call__(cls, *values: object, **given: Any) -> Any:
+            if values:
+                message = "sampling parameters are given by name, as in SamplingParams(max_tokens=8)"
+                raise InvalidValueError(message, param="params")
+            return super().__call__(**_own_names(given))
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_TakesOtherNames):
     """Sampling parameters and end conditions of one request.
+
+    A call takes the names of vLLM and SGLang too. None is as if the name were absent, except for max_tokens. Raises
+    InvalidValueError for a name that is unknown or has no meaning here.
 
     The API checks the values (api/generate/task.py). Decoding an `Add` message checks types and bounds.
     """
@@ -128,6 +152,116 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _TUPLES = ("stop", "stop_regex", "stop_token_ids")
+
+# names of vLLM's and SGLang's SamplingParams -> ours
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structured_outputs"), "grammar"),
+}
+
+_EXTRA = "extras=ExtraParams({}), of jaxserve.types.extras, with logprobs"
+_WHOLE = "leave it out: Engine.generate returns whole completions, and AsyncEngine.generate yields what is new"
+_CHAT = "AsyncEngine.chat, which takes it"
+_NO_CODE = "leave it out: no code of requests or plugins is run"
+_BEAMS = "chat(messages, use_beam_search=True, n=...)"
+_PART = "leave it out: log-probabilities of a prompt are those of all its tokens"
+# those that have no field here -> the value that changes nothing, and what to use for another
+INSTEAD: Mapping[str, tuple[float | None, str]] = {
+    "bad_words": (None, "bad_words_token_ids, or chat(messages, bad_words=...)"),
+    "best_of": (1, "n, and choose among the completions"),
+    "custom_params": (None, _NO_CODE),
+    "detokenize": (True, "leave it out: a completion has text and token_ids"),
+    "early_stopping": (False, _BEAMS),
+    "extra_args": (None, _NO_CODE),
+    "flat_logprobs": (False, "leave it out: logprobs is a list"),
+    "guided_decoding": (None, "structured_outputs"),
+    "length_penalty": (1, _BEAMS),
+    "logits_processors": (None, _NO_CODE),
+    "logprob_token_ids": (None, _EXTRA.format("logprob_token_ids=...")),
+    "output_kind": (None, _WHOLE),
+    "output_text_buffer_length": (0, _WHOLE),
+    "prompt_logprob_start": (None, _PART),
+    "prompt_logprob_token_ids": (None, _PART),
+    "repetition_detection": (None, "chat(messages, repetition_detection=...)"),
+    "response_format": (None, "json_schema, regex or structured_outputs, or chat(messages, response_format=...)"),
+    "routed_experts_prompt_start": (0, _EXTRA.format("routed_experts=True") + ", and leave out the prompt's rows"),
+    "skip_clone": (False, "leave it out: parameters do not change"),
+    "skip_reading_prefix_cache": (False, "add_request(prompt, params, cache_salt=...), which shares no cached prefix"),
+    "stream_interval": (None, _WHOLE),
+    "structural_tag": (None, "chat(messages, response_format={'type': 'structural_tag', ...})"),
+    "thinking_token_budget": (None, _CHAT),
+    "top_logprobs_num": (0, "logprobs"),
+    "trace_decode_token_ids": (None, "put the tokens into the prompt, with prompt_logprobs"),
+    "truncate_prompt_tokens": (None, "cut the token ids of the prompt"),
+    "use_beam_search": (False, _BEAMS),
+}
+
+
+def _own_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by our names. Raises InvalidValueError."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = OTHER_NAMES.get(name, name)
+        if own not in SamplingParams.__struct_fields__:
+            _check_changes_nothing(name, value)
+            continue
+        if value is None and own != "max_tokens":  # there it means the rest of the context
+            continue
+        if own in found:
+            raise InvalidValueError(f"{own} is given twice", param=name)
+        if name == "structured_outputs":
+            value = _structured(value)
+        elif own == "grammar" and not isinstance(value, GrammarSpec):
+            value = _constraint(name, value)
+        found[own] = 0 if own == "top_k" and value == -1 else value  # -1: off, under the others' name
+    return found
+
+
+def _check_changes_nothing(name: str, value: Any) -> None:
+    """Raise InvalidValueError for a parameter that is not served, unless it has the value that changes nothing."""
+    if name not in INSTEAD:
+        from jaxserve.config import suggestion  # noqa: PLC0415  pydantic, which few callers of this file need
+
+        hint = suggestion(name, [*SamplingParams.__struct_fields__, *OTHER_NAMES, *INSTEAD])
+        raise InvalidValueError(f"there is no sampling parameter {name!r}{hint}", param=name)
+    usual, instead = INSTEAD[name]
+    if value is not None and not (isinstance(value, int | float) and value == usual):
+        instead = instead if instead.startswith("leave") else f"use {instead}"
+        raise InvalidValueError(f"there is no sampling parameter {name}: {instead}", param=name)
+
+
+def _structured(value: Any) -> GrammarSpec:
+    """Read vLLM's StructuredOutputsParams, or a mapping of its fields."""
+    fields = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    if not isinstance(fields, Mapping):
+        message = f"structured_outputs are StructuredOutputsParams or a mapping, not {type(value).__name__}"
+        raise InvalidValueError(message, param="structured_outputs")
+    given = {str(name): each for name, each in fields.items() if each is not None and each is not False}
+    if len(given) != 1 or not given.keys() <= {"json", "json_object", "regex", "choice", "grammar"}:
+        message = f"give one of json, json_object, regex, choice and grammar, not {', '.join(given) or 'none'}"
+        raise InvalidValueError(f"structured_outputs: {message}", param="structured_outputs")
+    return _constraint(*given.popitem())
+
+
+def _constraint(name: str, value: Any) -> GrammarSpec:
+    """Return the grammar of a parameter by its name. Raises InvalidValueError for a value of a wrong type."""
+    if name == "json_object":
+        return GrammarSpec(kind="json_object", source="")
+    is_json = name in ("json", "json_schema", "choice")
+    if not isinstance(value, str) or name == "choice":
+        if not is_json or not isinstance(value, Mapping | list | tuple | bool):
+            kind = "a list of texts" if name == "choice" else "a schema" if is_json else "a text"
+            raise InvalidValueError(f"{name} is {kind}, not {type(value).__name__}", param=name)
+        try:
+            value = msgspec.json.encode(value).decode()
+        except (TypeError, ValueError) as error:
+            raise InvalidValueError(f"{name} is no JSON: {error}", param=name) from None
+    if name in ("ebnf", "grammar"):
+        return grammar_spec(value)
+    return GrammarSpec(kind="json_schema" if name == "json" else name, source=value)
 
 
 EMBED = SamplingParams(embed=True, max_tokens=0)  # for an embedding or the values of a classification head
@@ -191,8 +325,10 @@ def siblings(request: EngineRequest, new_id: Callable[[], str], seed: int | None
     InvalidValueError for n < 1.
     """
     params = request.params
-    if params.n < 1:
-        raise InvalidValueError("n must be at least 1", param="n")
+    if not isinstance(params.n, int) or params.n < 1:
+        raise InvalidValueError(f"n is a whole number of at least 1, not {params.n!r}", param="n")
+    if not isinstance(seed, int | None):
+        raise InvalidValueError(f"seed is a whole number, not {seed!r}", param="seed")
     ids = [new_id() for _ in range(params.n)]
     group = ids[0] if params.n > 1 else ""
     seeds = [None if seed is None else (seed + index) & MAX_SEED for index in range(params.n)]

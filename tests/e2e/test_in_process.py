@@ -413,6 +413,13 @@ def test_several_conversations_are_one_batch(engine: Engine) -> None:
         engine.chat_all([FRANCE], no_such=1)
     with pytest.raises(InvalidValueError, match="use chat_all"):
         engine.chat([FRANCE, WEATHER])
+    for wrong in (None, 3, "text", b"text"):
+        with pytest.raises(InvalidValueError, match="conversations are a list"):
+            engine.chat_all(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="use chat"):
+        engine.chat_all(FRANCE)
+    with pytest.raises(InvalidValueError, match="no JSON"):
+        engine.chat([{"role": "user", "content": b"bytes"}])
     assert not engine.has_unfinished
 
 
@@ -443,8 +450,48 @@ def test_parameters_by_the_names_of_others(engine: Engine, capfd: pytest.Capture
         engine.generate("x", {"max_token": 5})
     with pytest.raises(InvalidValueError, match="max_tokens is given twice"):
         engine.generate("x", {"max_tokens": 5, "max_new_tokens": 5})
-    with pytest.raises(InvalidValueError, match="temperature"):
-        engine.generate("x", {"temperature": "hot"})
+    for wrong, message in (
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": "2"}, "n is a whole number"),
+        ({"seed": "x"}, "seed is a whole number"),
+        ({1: 2}, "no sampling parameter '1'"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            engine.generate("x", wrong)  # type: ignore[arg-type]
+
+
+def test_arguments_by_the_names_of_others(engine: Engine) -> None:
+    """Those that mean the same are taken, the others are answered, and nothing is a TypeError of Python."""
+    ask: Any = engine.generate
+    params = {"max_tokens": 3, "temperature": 0}
+    [expected] = ask([5, 6, 7], params)
+    for given in ({"input_ids": [5, 6, 7]}, {"prompt": [5, 6, 7], "lora_request": None, "stream": False}):
+        [found] = ask(**given, sampling_params=params, use_tqdm=False)
+        assert found[0].token_ids == expected[0].token_ids
+    name = engine.add_request([5, 6, 7], sampling_params=params)  # type: ignore[call-arg]
+    assert any(output.request_id == name for output in engine.step()) or engine.has_unfinished
+    engine.abort(name)
+    for given, message in (
+        ({"prompts": "x", "prompt": "x"}, "prompts is given twice"),
+        ({"prompts": "x", "lora_request": 1}, "generate has no lora_request: use load_adapter"),
+        ({"prompts": "x", "stream": True}, "use AsyncEngine"),
+        ({"prompts": "x", "no_such": 1}, r"generate\(prompts: .* unexpected keyword argument 'no_such'"),
+        ({}, "missing a required argument: 'prompts'"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            ask(**given)
+    with pytest.raises(InvalidValueError, match=r"request_id: .*too many positional"):
+        engine.add_request("0", "x", SamplingParams())  # type: ignore[call-arg]
+
+
+def test_a_constraint_in_the_forms_of_others(engine: Engine) -> None:
+    params: Any = {"structured_outputs": {"choice": ["zebra", "gnu"]}, "max_tokens": 12}
+    [[found]] = engine.generate("The animal is a", params)
+    assert found.text in ("zebra", "gnu")
+    content = engine.chat(FRANCE, SamplingParams(**params)).choices[0].message.content
+    assert content in ("zebra", "gnu")
+    with pytest.raises(InvalidSchemaError):
+        engine.generate("x", {"regex": "["})
 
 
 def test_an_engine_takes_the_arguments_of_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -453,6 +500,9 @@ def test_an_engine_takes_the_arguments_of_others(caplog: pytest.LogCaptureFixtur
     config = config_of(None, {"model_path": "DIR", "tp_size": 2, "context_length": 64, "enforce_eager": True})
     assert (config.model.path, config.mesh.tensor, config.model.max_model_len) == ("DIR", 2, 64)
     assert "enforce_eager has no effect" in caplog.text
+    config = config_of("DIR", {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32, "disable_radix_cache": False})
+    assert (config.lora.slots, config.lora.max_rank, config.cache.prefix_cache) == (3, 32, True)
+    assert config_of("DIR", {"enable_lora": False}).lora.slots == 0
     config = config_of("DIR", {"dtype": "bfloat16", "kv_cache_dtype": "int8", "disable_log_stats": False})
     assert (config.model.dtype, config.cache.dtype, config.logging.stats_interval) == ("bfloat16", "int8", 10.0)
     drafts = {"method": "ngram", "num_speculative_tokens": 3}

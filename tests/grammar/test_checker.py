@@ -15,10 +15,10 @@ import pytest
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
 from jaxserve.grammar.checker import CheckLimits, GrammarChecker, VerdictCache
 from jaxserve.grammar.matcher import MatcherFactory
-from jaxserve.grammar.translate import _TRANSLATIONS, grammar_spec, schema_spec
+from jaxserve.grammar.translate import _TRANSLATIONS, schema_spec
 from jaxserve.grammar.worker import Verdict
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.sampling import GrammarSpec
+from jaxserve.types.sampling import GrammarSpec, grammar_spec
 from tests.waiting import LAST_RESORT, until
 
 from .hostile import hostile

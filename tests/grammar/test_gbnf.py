@@ -8,8 +8,9 @@ import pytest
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import MatcherFactory
-from jaxserve.grammar.translate import gbnf_to_lark, grammar_spec
+from jaxserve.grammar.translate import gbnf_to_lark
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.sampling import grammar_spec
 from tests.grammar.test_matcher import feed
 
 # grammar, texts that match, texts that do not

@@ -14,9 +14,9 @@ from tokenizers.models import BPE, Unigram
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import BitmaskFiller, CachedGrammar, GrammarCache, GrammarMatcher, MatcherFactory
-from jaxserve.grammar.translate import choice_spec, grammar_spec, schema_spec
+from jaxserve.grammar.translate import choice_spec, schema_spec
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.sampling import GrammarSpec
+from jaxserve.types.sampling import GrammarSpec, grammar_spec
 
 from .hostile import many_hostile
 

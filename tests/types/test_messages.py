@@ -163,7 +163,7 @@ def test_a_prompt_that_is_no_int32_is_refused_before_it_is_sent(token_id: Any) -
     [
         {"priority": 2**31},
         {"deadline": 1e13},
-        {"params": SamplingParams(top_k=-1)},
+        {"params": SamplingParams(top_k=-2)},
         {"params": SamplingParams(min_p=1e9)},
     ],
 )

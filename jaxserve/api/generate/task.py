@@ -30,12 +30,12 @@ from jaxserve.api.state import ServerState
 from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidSchemaError, InvalidValueError
 from jaxserve.grammar.structural import structural_tag_spec
-from jaxserve.grammar.translate import MAX_SOURCE_BYTES, choice_spec, grammar_spec, schema_spec
+from jaxserve.grammar.translate import MAX_SOURCE_BYTES, choice_spec, schema_spec
 from jaxserve.text.stop import StopPatterns
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import MAX_CANDIDATES, HiddenStates
 from jaxserve.types.messages import EngineInfo
-from jaxserve.types.sampling import GrammarSpec, SamplingParams
+from jaxserve.types.sampling import GrammarSpec, SamplingParams, grammar_spec
 
 Constraint = tuple[GrammarSpec, str]  # the grammar, and the field that it came from
 SamplingMode = Literal["selected", "support"]
