@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "llms.txt", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 PAGES.remove(ROOT / "CHANGELOG.md")  # it may name what a later version has removed
+LONGEST = 30_000  # bytes of a page of the site
 ROOMS = "|".join(path.name for path in (ROOT / "jaxserve").iterdir() if path.is_dir())
 
 
@@ -46,6 +47,10 @@ def missing(text: str) -> Iterator[str]:
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [*broken_links(page, text), *missing(text)] == []
+
+
+def test_no_page_of_the_site_is_long() -> None:
+    assert [page.name for page in (ROOT / "docs").rglob("*.md") if page.stat().st_size > LONGEST] == []
 
 
 def test_what_is_not_there_is_found(tmp_path: Path) -> None:
