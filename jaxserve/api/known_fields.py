@@ -72,6 +72,7 @@ _CODE = "serialized code is not accepted"
 _READS_TEXT = "the model takes text only"
 _SAMPLER = "there is no such sampler; use temperature, top_k, top_p and min_p"
 _REPEATS = "use repetition_penalty, frequency_penalty or presence_penalty"
+_NO_CONVERSATION = "no conversation is kept here; send all of it, or use /v1/responses or /v1/messages"
 
 # of every route, wherever in the body the sampling stands: SGLang, vLLM, llama.cpp, TGI, Ollama and others
 EVERYWHERE = (
@@ -94,6 +95,10 @@ EVERYWHERE = (
             "grammar_string gbnf": "use ebnf",
             "banned_strings banned_phrases": "use bad_words",
             "banned_tokens custom_token_bans": "use logit_bias",
+            "thread previous_message_id previous_response_id conversation compaction chat_history history": (
+                _NO_CONVERSATION
+            ),
+            "images attachments file_ids data_sources": "there are no files beside the messages and the prompt",
         },
     )
     | _refused(
@@ -169,6 +174,8 @@ COMPLETIONS = _refused(
     | {
         "tools tool_choice functions function_call": "use /v1/chat/completions",
         "max_completion_tokens": "use max_tokens",
+        "instructions system": "write it into prompt, or use /v1/chat/completions",
+        "background include": "use /v1/responses",
         "reasoning_effort reasoning thinking enable_thinking thinking_budget thinking_token_budget think "
         "chat_template_kwargs": "a text prompt has no chat template; use /v1/chat/completions",
         "input_prefix input_suffix input_extra": "use prompt and suffix",
@@ -181,7 +188,9 @@ EMBEDDINGS = _refused(
     {
         "messages": "use input",
         "prompt": "use input",
-        "input_type prompt_name task instruction": "write the model's prompt before the text of input",
+        "input_type prompt_name task instruction instructions system": (
+            "write the model's prompt before the text of input"
+        ),
         "embed_dtype output_dtype": "embeddings are float32",
         "endianness": "embeddings are little-endian",
         "late_chunking": "send the chunks as inputs of their own",
@@ -244,6 +253,7 @@ MESSAGES = _refused(
     "fallback_credit_token fallbacks inference_geo speed user_profile_id workspace_id user stream_options"
 )
 MESSAGES |= KnownFields(dropped=frozenset({"container", "mcp_servers"}))
+COUNT_TOKENS = MESSAGES | _ignored("compaction")  # the messages are counted as they were sent
 MESSAGES_THINKING = _ignored("block_binding")
 MESSAGES_OUTPUT = _ignored("task_budget")  # a hint for the model's planning; max_tokens is the limit
 
@@ -264,8 +274,17 @@ OLLAMA = _refused(
             "use options"
         ),
         "tool_choice": "a call cannot be required here; use /v1/chat/completions",
+        "instructions": "use a system message, or system of /api/generate",
     },
     ("auto", "none"),
+)
+OLLAMA_CHAT = _refused(
+    {
+        "system": "use a system message",
+        "suffix raw": "use /api/generate",
+        "template": "a template in a request is not accepted",
+        "context": "send the conversation as messages",
+    }
 )
 OLLAMA_OPTIONS = _refused(
     {
@@ -280,6 +299,7 @@ OLLAMA_OPTIONS = _refused(
 GENERATE = _refused(
     {
         "parameters": "use sampling_params",
+        "instructions system": "write it into text, or use /v1/chat/completions",
         "temperature top_p top_k min_p max_new_tokens max_tokens n stop regex json_schema ebnf seed n_predict "
         "presence_penalty frequency_penalty repetition_penalty": "put it into sampling_params",
         "grammar response_format structured_outputs guided_json guided_regex guided_choice guided_grammar format": (

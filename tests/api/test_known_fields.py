@@ -67,6 +67,12 @@ def test_a_refused_field_is_a_400_that_names_it(server: LiveServer, api: str, st
         assert "unsupported_parameter" in answer.text or route.startswith(("/api/", "/v1/messages"))
 
 
+def test_a_compaction_changes_no_count_of_tokens(server: LiveServer) -> None:
+    counted = [server.post("/v1/messages/count_tokens", BODIES["count_tokens"] | keys).json() for keys in (
+        {}, {"compaction": {"type": "summarize"}})]  # fmt: skip
+    assert counted[0] == counted[1] and "input_tokens" in counted[0]
+
+
 @pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages", "ollama chat", "generate"])
 def test_a_field_that_changes_nothing_is_taken_in_silence(
     server: LiveServer, api: str, caplog: pytest.LogCaptureFixture

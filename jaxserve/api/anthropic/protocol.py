@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from jaxserve.api import ranges
 from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject
-from jaxserve.api.known_fields import EVERYWHERE, MESSAGES, MESSAGES_OUTPUT, MESSAGES_THINKING
+from jaxserve.api.known_fields import COUNT_TOKENS, EVERYWHERE, MESSAGES, MESSAGES_OUTPUT, MESSAGES_THINKING
 
 MAX_CONTENT_BLOCKS = 4096
 
@@ -148,7 +148,7 @@ class EarlierThread(NestedObject):
 
 
 class CountTokensRequest(Body):
-    known = EVERYWHERE | MESSAGES
+    known = EVERYWHERE | COUNT_TOKENS
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=ranges.MAX_MESSAGES)]
@@ -164,6 +164,8 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
+    known = EVERYWHERE | MESSAGES
+
     max_tokens: ranges.TokenCount = Field(description="Limited to the rest of the context.")
     stop_sequences: ranges.Stops | None = None
     stream: bool | None = None

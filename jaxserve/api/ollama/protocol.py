@@ -13,7 +13,7 @@ from pydantic import Field
 from jaxserve.api import ranges
 from jaxserve.api.answers import Answer
 from jaxserve.api.fields import Body, NestedObject
-from jaxserve.api.known_fields import EVERYWHERE, OLLAMA, OLLAMA_OPTIONS
+from jaxserve.api.known_fields import EVERYWHERE, OLLAMA, OLLAMA_CHAT, OLLAMA_OPTIONS
 from jaxserve.api.openai.protocol import Tool
 
 # The version of Ollama that has these routes. Clients compare three plain numbers. Codex asks for 0.13.4, which is the
@@ -86,6 +86,8 @@ class _Generating(Body):
 
 
 class OllamaChatRequest(_Generating):
+    known = EVERYWHERE | OLLAMA | OLLAMA_CHAT
+
     messages: Annotated[list[OllamaMessage], Field(max_length=ranges.MAX_MESSAGES)] | None = Field(
         None, description="None: answer that the model is loaded."
     )
