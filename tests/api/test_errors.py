@@ -179,6 +179,8 @@ def test_unknown_routes_and_methods(server: LiveServer) -> None:
         ("POST", "/v1/chat/completions/v1/chat/completions", "/v1/chat/completions"),
         ("POST", "/api/v1/completions", "/v1/completions"),
         ("POST", "//v1/embeddings", "/v1/embeddings"),
+        ("POST", "/v1/chat//completions/", "/v1/chat/completions"),
+        ("POST", "/v1/chat/completions%20", "/v1/chat/completions"),
         ("GET", "/models", "/v1/models"),
         ("GET", "/v1/v1/models/org/demo", "/v1/models/org/demo"),
         ("POST", "/v1/generate", "/generate"),
@@ -210,10 +212,17 @@ def test_head_of_a_route_without_get(server: LiveServer) -> None:
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
 
 
-def test_allow_names_head_where_get_is_answered(server: LiveServer) -> None:
-    for path in ("/v1/models", "/health", "/api/tags"):
-        answer = server.http.delete(path)
-        assert answer.status_code == 405 and set(answer.headers["allow"].split(", ")) >= {"GET", "HEAD"}
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        *((path, "GET, HEAD") for path in ("/v1/models", "/health", "/api/tags", "/metrics", "/")),
+        ("/v1/chat/completions", "POST"),
+    ],
+)
+def test_allow_names_every_method_of_the_path(server: LiveServer, path: str, methods: str) -> None:
+    for method in ("PATCH", "OPTIONS"):
+        answer = server.http.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,18 @@ def test_lists(api: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        *((path, "GET, HEAD, POST") for path in ("/v1/files", "/v1/batches")),
+        *((path, "DELETE, GET, HEAD") for path in ("/v1/files/file-1", "/v1/responses/resp_1")),
+    ],
+)
+def test_allow_names_the_methods_of_all_routes_of_a_path(live: LiveServer, path: str, methods: str) -> None:
+    answer = live.http.request("PATCH", path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize(
     ("query", "param"),
     [
         ({"limit": 0}, "limit"),

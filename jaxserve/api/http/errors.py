@@ -162,10 +162,18 @@ def family_of(path: str) -> ApiFamily:
     return next((family for prefix, family in _BY_PREFIX.items() if path.startswith(prefix)), OPENAI)
 
 
-def _allowed(header: str) -> str:
-    """Return the header Allow with HEAD, which is answered wherever GET is."""
-    methods = [method.strip() for method in header.split(",")]
-    return ", ".join(methods + ["HEAD"] * ("GET" in methods and "HEAD" not in methods))
+_METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
+
+
+def _allowed(request: Request) -> str:
+    """Return the header Allow: the methods of every route of the path, and HEAD, which is answered wherever GET is."""
+    scopes = [{**request.scope, "method": method} for method in _METHODS]
+    found = {
+        scope["method"]
+        for scope in scopes
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    }
+    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))
 
 
 class MethodNotAllowedError(RequestError):
@@ -266,8 +274,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_router(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         response = error_response(_from_router(request, error), request.scope)
-        given = error.headers or {}
-        response.headers.update({name: _allowed(given[name]) if name == "Allow" else given[name] for name in given})
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["allow"] = _allowed(request)
         return response
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
@@ -306,7 +315,7 @@ def _nearest_path(request: Request) -> str | None:
 
     A path below a route of Anthropic never suggests a route of another API: /v1/messages/batches is not /v1/batches.
     """
-    segments = request.url.path.split("/")[1:]
+    segments = [each for each in map(str.strip, request.url.path.split("/")) if each]
     if len(segments) > MAX_SEGMENTS:
         return None
     for start in range(len(segments)):
