@@ -392,9 +392,17 @@ FAMILIES = {
 _OFFERED = "write|write_closed|now|shell"  # names in TOOLS
 
 
+# signs behind a call that do not belong there, and how a call in another form begins
+_STRAY = r"""(?:\s|[])}"'`,;|]|```json)*"""
+_STRAY_OR_TAGS = rf"(?:{_STRAY[3:-2]}|</function>|</parameter>|</arg_value>)*"
+_IN_JSON = rf"""[{{\[][{{\[\s]*["']name["']\s*:\s*["'](?:{_OFFERED})["']"""
+_OTHER_FORM = rf"(?:<function=|{_IN_JSON}|(?:{_OFFERED})\s*<arg_key>)"
+
+
 def _qwen_ends(text: str, name: str, given: set[str], wrapper: str = "tool_call") -> bool:
     """Return whether a text between Qwen3-Coder's tags contains its own end."""
-    ends = re.search(rf"</parameter>\s*(</function>\s*(</{wrapper}>|<{wrapper}>|<function=)|</{wrapper}>)", text)
+    behind = rf"{_STRAY_OR_TAGS}(</{wrapper}>|<{wrapper}>|{_OTHER_FORM}|\Z)"
+    ends = re.search(rf"</parameter>\s*(</function>{behind}|</{wrapper}>)", text)
     another = rf"</(function|{wrapper})>\s*(</{wrapper}>\s*)?(<{wrapper}>\s*)?<function=({_OFFERED})>"
     forgotten = re.search(rf"\n</function>\s*</{wrapper}>|{another}", text)
     next_keys = re.findall(r"</parameter>\s*<parameter=([^<>\n]+)>", text)
@@ -405,7 +413,8 @@ def _qwen_ends(text: str, name: str, given: set[str], wrapper: str = "tool_call"
 def _glm_ends(text: str, name: str, given: set[str], s: str = "") -> bool:
     keys = re.findall(rf"</arg_value{s}>\s*(?:<arg_key{s}>)+([^<\n]+)(?:</arg_key{s}>|<arg_value{s}>)", text)
     another = rf"</tool_call{s}>\s*<tool_call{s}>\s*({_OFFERED})\s*(<arg_key{s}>|<tool_sep{s}>|</tool_call{s}>)"
-    call_ends = re.search(rf"</arg_value{s}>\s*</tool_call{s}>", text) or re.search(another, text)
+    behind = r"\s*</tool_call" if s else rf"{_STRAY}(</tool_call|{_OTHER_FORM})"
+    call_ends = re.search(rf"</arg_value{s}>{behind}", text) or re.search(another, text)
     return bool(call_ends) or any(_may_come(key, name, given) for key in keys)
 
 

@@ -262,7 +262,8 @@ def test_arguments_written_as_a_python_dict_are_json(call: str) -> None:
     "<arg_key>path</arg_key><arg_key>path</arg_key><arg_value>a</arg_value>",
     "<arg_key>n</arg_key>\n<arg_key>path</arg_key><arg_value>a</arg_value>",
     "<arg_key>path<arg_key><arg_value>a</arg_value>", "<arg_key>path</arg_value><arg_value>a</arg_value>",
-    "<arg_key>path</arg_key>a",
+    "<arg_key>path</arg_key>a", "</arg_key><arg_key>path</arg_key><arg_value>a</arg_value>",
+    "<arg_value>\n<arg_key>path</arg_key><arg_value>a</arg_value>",
 ])  # fmt: skip
 def test_glm_leaves_out_tags_or_writes_them_twice(parameters: str) -> None:
     second = "<arg_key>n</arg_key>1</arg_value>"
@@ -300,6 +301,7 @@ def test_a_value_without_its_end_tag_does_not_take_in_the_next_call(
 
 WRITE_CALL = '{"name": "write", "arguments": {"path": "a"}}'
 NOW_CALL = '{"name": "now", "arguments": {}}'
+GLM_CALL = "write<arg_key>path</arg_key><arg_value>a</arg_value>"
 QWEN_CALL, NOW_IN_TAGS = QWEN[12:-13] % "<parameter=path>\na\n</parameter>", "<function=now>\n</function>"
 
 
@@ -311,6 +313,14 @@ QWEN_CALL, NOW_IN_TAGS = QWEN[12:-13] % "<parameter=path>\na\n</parameter>", "<f
     *((family, f"<tool_call>{WRITE_CALL}{between}{NOW_IN_TAGS}{after}</tool_call>")
       for family in ("hermes", "qwen3_coder", "glm45")
       for between in ("", "\n", "\n}\n") for after in ("", "]", ")\n")),
+    *((family, f"<tool_call>{first}{between}{second}{after}</tool_call>")
+      for family in ("hermes", "qwen3_coder", "glm45") for first in (WRITE_CALL, QWEN_CALL, GLM_CALL)
+      for second in (NOW_CALL, NOW_IN_TAGS) for between, after in (("\n", ""), (" }} ]", "`}"))),
+    *((family, f"<tool_call>{text}</tool_call>") for family in ("hermes", "qwen3_coder", "glm45") for text in (
+        f"[{WRITE_CALL}]\n[{NOW_CALL}]", f"[[{WRITE_CALL}],[{NOW_CALL}]]", f"{WRITE_CALL}|{NOW_CALL}</function>",
+        f"({WRITE_CALL})\n{NOW_CALL}", f"`{WRITE_CALL}`\n```json\n{NOW_CALL}\n```",
+        f"{QWEN_CALL}</function>\n{NOW_IN_TAGS}</function>", f"{WRITE_CALL}, {NOW_CALL}</parameter></function>'",
+    )),
     ("hermes", f"<tool_call>{QWEN_CALL}{NOW_IN_TAGS}</tool_call>"),
     ("hermes", f"<tool_call>{WRITE_CALL}\n<tool_call>\n{NOW_CALL}]</tool_call>"),
     ("granite", f"<|tool_call|>[{WRITE_CALL}}}, {NOW_CALL}}}]"),
@@ -330,6 +340,13 @@ def test_a_second_object_is_a_call_and_braces_too_many_are_none(family: str, tex
     assert calls_of(family, text) == ("", [("write", '{"path": "a"}'), ("now", "{}")])
 
 
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("first", [WRITE_CALL, QWEN_CALL, GLM_CALL])
+def test_a_call_with_keys_behind_another_is_a_call(family: str, first: str) -> None:
+    text = f"<tool_call>{first}\n{GLM_CALL}}}</tool_call>"
+    assert calls_of(family, text) == ("", [("write", '{"path": "a"}')] * 2)
+
+
 @pytest.mark.parametrize("written, call_id", [
     ("functions_write_3", "functions.write:3"), ("functionswrite5", "functions.write:5"), ("0", "functions.write:0"),
     ("functions.write5", "functions.write:5"), ("call00003", "functions.write:0"), ("write", "write"),
@@ -339,6 +356,11 @@ def test_a_second_object_is_a_call_and_braces_too_many_are_none(family: str, tex
     ('"functions.write:1"', "functions.write:1"), ("functions.functions.write:4", "functions.write:4"),
     ("call_write_1", "functions.write:1"), ("tool_write_6", "functions.write:6"), ("write-call-0", "functions.write:0"),
     ("functions.write_0:3", "functions.write:3"), ("functions.Write:2", "functions.write:2"),
+    ("functions.write[4]", "functions.write:0"), ("<functions.write:1>", "functions.write:1"),
+    ("functions.write:zero", "functions.write:0"), ("call_write_1a2b3c", "functions.write:0"),
+    ("fc_functions.write:0", "functions.write:0"), ("default_api.write:0", "functions.write:0"),
+    ("toolu_01A09q90qw90lq917835lq9", "functions.write:0"), ("x8Kd02mPq", "functions.write:0"),
+    ("tool_call_0", "functions.write:0"), ("functions.None:0", "functions.write:0"), ("fc_0abc", "functions.write:0"),
 ])  # fmt: skip
 def test_kimis_ids_as_clients_change_them(written: str, call_id: str) -> None:
     arguments = '{"path": "a"}'
@@ -347,8 +369,21 @@ def test_kimis_ids_as_clients_change_them(written: str, call_id: str) -> None:
     assert calls_of("kimi_k2", text) == ("", [("write", arguments)])
     parser = ParserChoice(tool="kimi_k2").make(tools=WRITE_TOOLS)
     assert next(event for event in parser.feed(text) if isinstance(event, ToolCallStart)).id == call_id
-    for other in ("functions.nope:0", "nope"):  # another tool's name is no counter
+    for other in ("functions.nope:0", "nope", "write_file_v2", "functions.rewrite:0"):  # other tools' names
         assert calls_of("kimi_k2", text.replace(written, other))[1] == []
+
+
+@pytest.mark.parametrize("written", ["functions.page2:0", "functions.page20", "functionspage2_3", "page_2"])
+def test_kimis_ids_of_a_name_that_ends_in_a_digit(written: str) -> None:
+    text = f"<|tool_call_begin|>{written}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    parser = ParserChoice(tool="kimi_k2").make(tools=ToolSet({"page2": {}, "pages": {}}))
+    assert [event.name for event in parser.feed(text) if isinstance(event, ToolCallStart)] == ["page2"]
+
+
+@pytest.mark.parametrize("arguments", ['{"path": "a"', '"{\\"path\\": \\"a\\"}"', "{'path': 'a'}", '{"path": "a"}}'])
+def test_arguments_behind_an_id_without_a_name(arguments: str) -> None:
+    text = f"<|tool_call_begin|>0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+    assert calls_of("kimi_k2", text) == ("", [("write", '{"path": "a"}')])
 
 
 @pytest.mark.parametrize("family, first, second", [

@@ -241,7 +241,7 @@ MUTANTS = [
     ("tools/xml.py", 'held = "\\n" if self.on_own_lines and piece.endswith("\\n") else ""', 'held = ""',
      "qwen3_coder"),
     ("tools/xml.py", "while end != self._value_begin and", "while", "glm45"),
-    ("tools/xml.py", "return not self._wrapped or (yield from self._wrapper_ends(again=True))", "return True",
+    ("tools/xml.py", "return not self._wrapped or bool((yield from self._behind()))", "return True",
      "qwen3_coder"),
     ("tools/xml.py", 'self.given.add(key)', "pass", "deepseek_v32"),
     ("tools/xml.py", 'if is_text or (is_text is None and types == {"string"}):', "if is_text:", "glm47"),

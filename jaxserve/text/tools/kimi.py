@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar
 
-from jaxserve.text.reader import Reading
-from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.reader import Reading, decode_json_string, json_rest
+from jaxserve.text.tools.base import ToolParser, as_object
 from jaxserve.text.tools.format import CallFormat, CallOpening, NamedCall, ToolFormat
 
 SECTION_BEGIN = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
@@ -16,14 +16,22 @@ SECTION_END = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 # ids as clients and other servers change or make them: signs are replaced or lost
+_PREFIX = r"(?:(?:functions?|tools?|calls?|fc|toolu|tooluse|multi_tool_use|default_api|assistant)[._:/ -]?)*"
 _CHANGED_ID = re.compile(
-    r"(?:(?:functions?|tools?|calls?)[._:/ -]?)*(?P<name>.+?)(?:[._:-]?calls?)?(?:[._:#-]\d+)*?[._:#-]?(?P<number>\d*)",
+    rf"{_PREFIX}(?P<name>.+?)(?:[._:-]?calls?)?(?:[._:#-]\d+)*?[._:#-]?(?P<number>\d*)",
     re.IGNORECASE,
 )
+_RANDOM_END = re.compile(r"[._:-](?=[^._:-]*\d)[0-9A-Za-z]{6,}\Z")
+# an id without a name: words and a counter, or what a server drew at random
 _WITHOUT_NAME = re.compile(
-    r"(?:functions?|call|chatcmpl-tool|toolu|tool)?[._:#-]*(?:\d+(?:[._:-]\d+)*|[0-9a-f-]{8,})?", re.IGNORECASE
+    r"(?:functions?|calls?|chatcmpl|tools?|id|none|null|undefined|[._:#-])*(?:\d+(?:[._:-]\d+)*|[0-9a-f-]{8,})?"
+    r"|(?:toolu|tooluse|chatcmpl-tool|fc)_?[0-9a-z_-]+"
+    r"|(?:call_)?(?=[a-z]*\d+[a-z]+\d)[0-9a-z]{6,}",
+    re.IGNORECASE,
 )
-_QUOTES = " \t\r\n`'\""
+_BEHIND_NAME = re.compile(r"[:\[(#]")  # signs before the counter
+_QUOTES = " \t\r\n`'\"<>|"
+_MAX_ID = 128  # characters of an id without a name
 _MAX_DIGITS = 9  # digits of the number of a call
 _SIGNS = re.compile(r"[^0-9a-z]")
 
@@ -47,7 +55,7 @@ class KimiParser(ToolParser):
             return False
         call_id = written.strip(_QUOTES)
         name = self._named(call_id)
-        if name is None and _WITHOUT_NAME.fullmatch(call_id):
+        if name is None and len(call_id) <= _MAX_ID and _WITHOUT_NAME.fullmatch(call_id):
             return (yield from self._unnamed())
         if name is None:
             match = _CALL_ID.fullmatch(call_id)
@@ -63,10 +71,18 @@ class KimiParser(ToolParser):
         match = _CALL_ID.fullmatch(call_id)
         if match is not None and match["name"] in self.tools:
             return match["name"]
-        changed = _CHANGED_ID.fullmatch(call_id)
-        wanted = [call_id, *((changed["name"], changed["name"] + changed["number"]) if changed else ())]
-        bare = {_bare(text) for text in wanted} - {""}
-        return max((name for name in self.tools.names if _bare(name) in bare), key=len, default=None)
+        for text in (call_id, _BEHIND_NAME.split(call_id)[0], _RANDOM_END.sub("", call_id)):
+            changed = _CHANGED_ID.fullmatch(text)
+            wanted = [text, *((changed["name"], changed["name"] + changed["number"]) if changed else ())]
+            bare = {_bare(each) for each in wanted} - {""}
+            if found := [name for name in self.tools.names if _bare(name) in bare]:
+                return max(found, key=len)
+        return self._with_counter(_bare(re.sub(_PREFIX, "", call_id, count=1, flags=re.IGNORECASE)))
+
+    def _with_counter(self, text: str) -> str | None:
+        """Return the tool whose name, perhaps with digits at its end, and a counter are written without a sign."""
+        fitting = (name for name in self.tools.names if _bare(name) and text.startswith(_bare(name)))
+        return max((name for name in fitting if text[len(_bare(name)) :].isdecimal()), key=len, default=None)
 
     def _own_id(self, call_id: str, name: str) -> str:
         """Return the id in the form that the model's template wants back."""
@@ -79,16 +95,22 @@ class KimiParser(ToolParser):
     def _unnamed(self) -> Reading[bool]:
         """Read a call whose id has no name. The names of its arguments show the tool."""
         yield from self.reader.space()
-        text = yield from self.reader.json_text()
+        pieces: list[str] = []
+        whole = yield from self.reader.copy_json(pieces.append)
+        text = "".join(pieces)
+        if not whole and (yield from self._call_ends()):
+            text += json_rest(text) or ""
+        elif text[:1] == '"':
+            text = as_object(decode_json_string(text) or "")
         try:
-            arguments = json.loads(text or "")
+            arguments = json.loads(text)
         except (ValueError, RecursionError):
             return False
         name = self.tools.named_by(arguments) if isinstance(arguments, dict) else None
         if name is None:
             return False
         self.start_call(name, f"functions.{name}:{self.num_calls}")
-        self.arguments(text or "")
+        self.arguments(text)
         self.end_call()
         yield from self._close()
         return True

@@ -15,7 +15,7 @@ import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading, json_rest
@@ -23,7 +23,10 @@ from jaxserve.text.tools.base import ToolParser, as_json, is_of, is_value
 from jaxserve.text.tools.format import CallFormat, CallOpening, TaggedCall, ToolFormat
 
 _MAX_KEY = 256
-MAX_STRAY = 8  # signs behind a call that are dropped
+MAX_STRAY = 16  # signs behind a call that are dropped
+_STRAY = ("]", ")", "}", '"', "'", "`", ",", ";", "|", "```json")
+_STRAY_TAGS = ("</function>", "</parameter>", "</arg_value>")
+_BLANKS = (" ", "\n", "\t", "\r")
 _NOT_IN_KEYS = ("<", "\n")
 
 
@@ -236,18 +239,16 @@ class QwenParameters(Parameters):
     1
     </parameter></function></tool_call>
 
-    begin, end: the tags around a call, <tool_call> and </tool_call>. wrapped: the call began with `begin`
+    wrapped: the call began with <tool_call>
     """
 
     opening, closing = "<parameter=", "</parameter>"
 
-    def __init__(
-        self, parser: ToolParser, name: str, begin: str, end: str, *, wrapped: bool, on_own_lines: bool
-    ) -> None:
+    def __init__(self, parser: ToolCallParser, name: str, *, wrapped: bool) -> None:
         super().__init__(parser, name)
-        self.call_tags, self.on_own_lines = ("</function>", end), on_own_lines
+        self.call_tags, self.on_own_lines = ("</function>", parser.END), parser.on_own_lines
         self.forgotten = ("\n<parameter=", "\n</function>", *self.call_tags)
-        self._begin, self._end, self._wrapped = begin, end, wrapped
+        self._begin, self._end, self._behind, self._wrapped = parser.BEGIN, parser.END, parser.behind, wrapped
 
     def key(self) -> Reading[tuple[str, bool | None]]:
         key, end = yield from self.reader.until(">", *_NOT_IN_KEYS, limit=_MAX_KEY)
@@ -271,8 +272,7 @@ class QwenParameters(Parameters):
 
     def _call_ends(self) -> Reading[bool]:
         if (yield from self.reader.accept("</function>", drop_partial=True)):
-            yield from self.reader.layout()
-            return not self._wrapped or (yield from self._wrapper_ends(again=True))
+            return not self._wrapped or bool((yield from self._behind()))
         return (yield from self._wrapper_ends())
 
     def _another_call(self) -> Reading[bool]:
@@ -285,20 +285,23 @@ class QwenParameters(Parameters):
         name, end = yield from self.reader.until(">", *_NOT_IN_KEYS, limit=_MAX_KEY)
         return name.strip().strip("\"'") in self.parser.tools if end == ">" else self.reader.ended
 
-    def _wrapper_ends(self, *, again: bool = False) -> Reading[bool]:
-        """Return whether </tool_call> or the end comes next. again: the next call counts too"""
-        others = (self._begin, "<function=") if again else ()
-        return bool((yield from self.reader.accept(self._end, *others, drop_partial=True))) or self.reader.ended
+    def _wrapper_ends(self) -> Reading[bool]:
+        """Return whether </tool_call> or the end comes next."""
+        return bool((yield from self.reader.accept(self._end, drop_partial=True))) or self.reader.ended
 
 
 class GlmParameters(Parameters):
     """<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks.
 
     suffix: of each tag's name, which Hy3 has
+    behind: looks for the end of the call behind a value, see ToolCallParser.behind; None: only </tool_call> is one
     """
 
-    def __init__(self, parser: ToolParser, name: str, suffix: str = "") -> None:
+    def __init__(
+        self, parser: ToolParser, name: str, suffix: str = "", *, behind: Callable[..., Reading[str]] | None = None
+    ) -> None:
         super().__init__(parser, name)
+        self._behind = behind
         self.opening, self._key_end = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
         self._value_begin, self.closing = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
         self._begin, self._end = f"<tool_call{suffix}>", f"</tool_call{suffix}>"
@@ -375,6 +378,8 @@ class GlmParameters(Parameters):
         return (yield from self._call_ends())
 
     def _call_ends(self) -> Reading[bool]:
+        if self._behind is not None:
+            return (yield from self._behind(tags=False)) not in ("", self._begin)
         return bool((yield from self.reader.accept(self._end, drop_partial=True))) or self.reader.ended
 
     def _another_call(self) -> Reading[bool]:
@@ -480,49 +485,73 @@ class ToolCallParser(ToolParser):
         yield from self.reader.space()
         while (yield from self.reader.accept(self.BEGIN)):
             yield from self.reader.space()
-        if (yield from self.reader.accept("```json", "```")):
+        while (yield from self.reader.accept("```json", "`", "(")):
             yield from self.reader.space()
-        started = yield from self._any_form()
-        while started and (yield from self.reader.ahead(self._another())):
-            self.reader.mark()
-            yield from self.reader.space()
-            if not (yield from self._any_form()):
-                self.give_up()
-                break
-        if started and (yield from self.reader.ahead(self._stray())):
+        started = whole = yield from self._any_form()
+        while whole and (found := (yield from self.reader.ahead(self.behind(in_text=False)))):
             yield from self._stray()
+            if found in (self.END, self.BEGIN):
+                yield from self.reader.accept(self.END, drop_partial=True)
+                break
+            self.reader.mark()
+            whole = yield from self._any_form()
+            if not whole:
+                self.give_up()
         return started
 
     def _any_form(self) -> Reading[bool]:
+        """Read one call, or a list of calls. Return whether there was one."""
         first = yield from self.reader.peek()
         if first == "[":
-            yield from self.reader.accept(first)
-            started = yield from self.json_call_list()
-        elif first == "{":
+            while (yield from self.reader.accept("[")):
+                yield from self.reader.space()
+            return (yield from self.json_call_list())
+        if first == "{":
             if (yield from self.reader.accept("{{")):
                 self.reader.put_back("{")
-            started = yield from self.json_calls(self.END)
-        elif first == "<":
+            return (yield from self.json_call())
+        if first == "<":
             found = yield from self.reader.accept(self.FUNCTION, drop_partial=True)
             return bool(found) and (yield from self._function(wrapped=True))
-        else:
-            started = yield from self._keyed()
-        if started:
-            yield from self._end(self.END)
-        return started
+        return (yield from self._keyed())
 
-    def _another(self) -> Reading[bool]:
-        """Return whether another call in tags comes next, before the end of this one."""
+    def behind(self, *, in_text: bool = True, tags: bool = True) -> Reading[str]:
+        """Look behind a call for the end of the calls, or another call. Signs that do not belong there may come before.
+
+        Returns the tag that comes next, "{" or "[" for a call in JSON, the name of a tool for one with keys, and "" for
+        anything else.
+
+        in_text: the text may belong to a value, so that an object counts only with the name of a tool
+        tags: end tags of calls are such signs too; not behind GLM's values, which may end in them
+        """
+        yield from self._stray(_STRAY + _STRAY_TAGS if tags else _STRAY)
+        tag = yield from self.reader.accept(self.END, self.BEGIN, self.FUNCTION, drop_partial=True)
+        if tag or self.reader.ended:
+            return tag or self.END
+        if sign := (yield from self.reader.accept("{", "[")):
+            return sign if not in_text or (yield from self._names_a_tool()) else ""
+        name, _ = yield from self.reader.until("<", limit=_MAX_KEY, take=False)
+        is_call = name.strip() in self.tools and (yield from self.reader.accept("<arg_key>", drop_partial=True))
+        return name.strip() if is_call else ""
+
+    def _names_a_tool(self) -> Reading[bool]:
+        """Return whether a call in JSON goes on with the name of a tool, after its first bracket."""
+        while (yield from self.reader.accept("{", "[", *_BLANKS)):
+            pass
+        key = yield from self.reader.json_string()
         yield from self.reader.layout()
-        return bool((yield from self.reader.accept(self.FUNCTION)))
+        if key != "name" or not (yield from self.reader.accept(":")):
+            return self.reader.ended
+        yield from self.reader.layout()
+        name = yield from self.reader.json_string()
+        return self.reader.ended if name is None else name in self.tools
 
-    def _stray(self) -> Reading[bool]:
-        """Take brackets and quotes that the model wrote behind a call. Return whether the end tag follows them."""
+    def _stray(self, signs: tuple[str, ...] = _STRAY + _STRAY_TAGS) -> Reading[None]:
+        """Take blanks, brackets and quotes that the model wrote behind a call, and end tags of other forms of calls."""
         for _ in range(MAX_STRAY):
             yield from self.reader.layout()
-            if not (yield from self.reader.accept("]", ")", "}", '"', "`")):
+            if not (yield from self.reader.accept(*signs)):
                 break
-        return bool((yield from self.reader.accept(self.END, drop_partial=True)))
 
     def heads(self) -> Iterable[str]:
         call = f"{self.FUNCTION}NAME></function>{self.END}", f"{self.FUNCTION}NAME><parameter="
@@ -540,25 +569,25 @@ class ToolCallParser(ToolParser):
         name = name.strip().strip("\"'")
         if not end or not self.offered(name):
             return False
-        parameters = QwenParameters(self, name, self.BEGIN, self.END, wrapped=wrapped, on_own_lines=self.on_own_lines)
-        if not (yield from parameters.read()):
+        if not (yield from QwenParameters(self, name, wrapped=wrapped).read()):
             return False
-        yield from self._end("</function>", self.END)
+        yield from self._end("</function>", *(() if wrapped else (self.END,)))
         return True
 
     def _keyed(self) -> Reading[bool]:
         """Read a call that begins with the tool's name. The tags around the first key may be misplaced."""
-        ends = ("<arg_key>", self.END, "{", "</arg_key>", "</arg_value>")
+        ends = ("<arg_key>", self.END, "{", "</arg_key>", "</arg_value>", "<arg_value>")
         name, end = yield from self.reader.until(*ends, take=False)
         name = name.strip()
-        if end == "</arg_key>":  # name and key, without <arg_key> between
+        if end == "</arg_key>" and name not in self.tools:  # name and key, without <arg_key> between
             name, key = self._split(name)
             self.reader.put_back("<arg_key>" + key if key else "")
-        elif end == "</arg_value>":
-            yield from self.reader.accept(end)
+        else:
+            while (yield from self.reader.accept("</arg_key>", "</arg_value>", "<arg_value>")):
+                yield from self.reader.layout()
         if not end or (end == self.END and not self.named_only) or not self.offered(name):
             return False
-        return (yield from GlmParameters(self, name).read())
+        return (yield from GlmParameters(self, name, behind=self.behind).read())
 
     def _split(self, text: str) -> tuple[str, str]:
         """Return the names of a tool and of its parameter, which are written in one."""
@@ -707,7 +736,7 @@ def _glm_calls(line: str) -> CallFormat:
         f"<arg_key>KEY</arg_key>{line}<arg_value>",
         f"</arg_value>{line}",
         "</tool_call>",
-        closed_by=r"</arg_value>[ \t\r\n]*<(arg_key>|/tool_call>)|</tool_call>[ \t\r\n]*<tool_call>",
+        closed_by=r"</arg_value>[^<{]*(<(arg_key>|/tool_call>|function=)|\{)|</tool_call>[ \t\r\n]*<tool_call>",
     )
     return CallFormat(call, trigger="<tool_call>")
 
