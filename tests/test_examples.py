@@ -45,6 +45,25 @@ def test_an_example_runs(script: str, shown: str, compile_cache: str) -> None:
     assert len([line for line in run.stdout.splitlines() if shown in line]) >= 2, run.stdout
 
 
+@pytest.mark.slow
+def test_an_adapter_is_trained_and_each_answer_has_its_version(compile_cache: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "reinforce_adapter.py"), "12", "0", str(tmp_path / "curve.svg")],
+        env=os.environ | FEW | {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    steps = [line.split() for line in run.stdout.splitlines() if line.startswith("step")]
+    rewards, differences = ([float(words[place]) for words in steps] for place in (3, 5))
+    assert rewards[0] < 0.3 and rewards[-1] > 0.6
+    assert max(differences) < 1e-4
+    assert [words[7] for words in steps] == [f"policy@{number}" for number in range(1, 13)]
+    assert "polyline" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
+
+
 def test_the_notebook_runs(compile_cache: str) -> None:
     """Its cells one after the other in one process, without a notebook server."""
     book = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
