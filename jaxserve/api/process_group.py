@@ -45,6 +45,10 @@ class Peers(Protocol):
         """Abort the requests whose ids begin with a prefix, of one owner or of all; return their ids."""
         ...
 
+    async def tell(self) -> None:
+        """Tell every process which adapters are loaded. Return when they know, or do not answer."""
+        ...
+
     async def metrics(self) -> list[Families]:
         """Return the metrics of every process, and the last counts of processes that have ended."""
         ...

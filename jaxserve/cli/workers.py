@@ -183,6 +183,11 @@ class Workers:
         found = await self._ask(lambda bridge: bridge.call(AbortRequests(prefix, owner)))
         return [request_id for ids in found.values() for request_id in ids]
 
+    async def tell(self) -> None:
+        """See Peers."""
+        self._bridges.tell()
+        await self._ask(lambda bridge: bridge.call(IsAlive()))
+
     async def metrics(self) -> list[Families]:
         """See Peers."""
         found = await self._ask(lambda bridge: bridge.call(ReadMetrics()))

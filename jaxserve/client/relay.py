@@ -4,7 +4,8 @@
             <--Located · Ready · EngineState · Outputs · RequestRefused · Call--
 
 A `WorkerBridge` is the main process's end of the connection to one worker. A worker's requests become live sequences of
-the main process's AsyncEngine, which sends them again to a new engine. Their tokens go to the worker as they are.
+the main process's AsyncEngine, which sends them again to a new engine. Their tokens go to the worker as they are. Of
+the engine's statistics a worker gets the loaded adapters only, which are names of models.
 
 A `RelayLink` is the worker's end: an EngineLink to an engine that never dies. If the engine dies, the main process
 sends the worker's requests to the next one, and the worker only learns the state. If the main process dies, the
@@ -14,11 +15,12 @@ worker's process ends (see cli/worker.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,10 +36,12 @@ from jaxserve.transport.shared_state import Pulse
 from jaxserve.types.calls import WorkerCall
 from jaxserve.types.messages import (
     Abort,
+    AdapterStatus,
     Add,
     Call,
     EngineInfo,
     EngineState,
+    EngineStats,
     FromEngine,
     Located,
     MessageError,
@@ -53,6 +57,8 @@ from jaxserve.types.messages import (
 )
 from jaxserve.types.sampling import EngineRequest
 from jaxserve.types.step import TokenOutput
+
+TELL_INTERVAL = 1.0  # seconds; an engine that is started again has its adapters some time after it is ready
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +106,7 @@ class WorkerBridge:
         self._sequences: dict[str, LiveSequence] = {}  # by the engine id that the worker made
         self._outputs: list[TokenOutput] = []  # for the next frame
         self._told: tuple[Located | None, EngineInfo | None, EngineState | None] = (None, None, None)
+        self._adapters: list[AdapterStatus] = []  # those that the worker knows
         self.closed = asyncio.Event()
 
     async def connect(self, connection: socket.socket) -> None:
@@ -119,14 +126,26 @@ class WorkerBridge:
             raise EngineDeadError("the worker has ended")
         return await self._calls.call(call)
 
-    def tell(self, located: Located | None, info: EngineInfo | None, state: EngineState) -> None:
+    def tell(
+        self,
+        located: Located | None,
+        info: EngineInfo | None,
+        state: EngineState,
+        adapters: Sequence[AdapterStatus] = (),
+    ) -> None:
         """Send the worker the news of the engine."""
         told, self._told = self._told, (located, info, state)
         if located is not None and located != told[0]:
             self._send(located)
-        if info is not None and not _is_known(info, told[1]):
+        loaded = [msgspec.structs.replace(each, num_running=0, num_waiting=0) for each in adapters]
+        if loaded != self._adapters:
+            self._adapters = loaded
+            self._send(Outputs([], EngineStats(adapters=loaded)))
+        is_new = info is not None and not _is_known(info, told[1])
+        if info is not None and is_new:
             self._send(Ready(info))
-        self._send(state)
+        if is_new or state != told[2]:
+            self._send(state)
 
     def deliver(self, worker_id: str, item: TokenOutput | HTTPError) -> None:
         """Send an output, or the error that ends a sequence."""
@@ -209,7 +228,7 @@ class WorkerBridge:
 
 
 class WorkerBridges:
-    """The bridges to all workers of one engine. `run` tells them about its state."""
+    """The bridges to all workers of one engine. `run` tells them about its state and its adapters."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -229,16 +248,22 @@ class WorkerBridges:
         return bridge
 
     async def run(self) -> None:
-        """Tell every worker of every change of the engine's state."""
+        """Tell every worker of every change of the engine's state, and each second of its adapters."""
         while True:
-            for bridge in self.open:
-                self._tell(bridge)
-            await self._engine.next_status()
+            self.tell()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._engine.next_status(), TELL_INTERVAL)
+
+    def tell(self) -> None:
+        """Send every worker what it does not know yet. A call that is made afterwards is answered after it was read."""
+        for bridge in self.open:
+            self._tell(bridge)
 
     def _tell(self, bridge: WorkerBridge) -> None:
         status = self._engine.status
         info = self._engine.info if self._engine.was_ready else None
-        bridge.tell(self._engine.located, info, EngineState(status.phase, status.detail))
+        state = EngineState(status.phase, status.detail)
+        bridge.tell(self._engine.located, info, state, self._engine.stats().adapters)
 
 
 def _is_known(info: EngineInfo, sent: EngineInfo | None) -> bool:

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from jaxserve.client import relay as relay_module
@@ -21,8 +22,8 @@ from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.transport import child
 from jaxserve.transport.group import FrameStream
-from jaxserve.types.calls import AbortRequests, Prepare
-from jaxserve.types.messages import Located, Outputs, RequestRefused, ToWorker, decode_to_worker
+from jaxserve.types.calls import AbortRequests, LoadAdapter, Prepare
+from jaxserve.types.messages import AdapterStatus, Located, Outputs, RequestRefused, ToWorker, decode_to_worker
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 from jaxserve.types.step import FinishReason, TokenOutput
 from tests.api.fakes import DEMO, demo_info
@@ -35,10 +36,11 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 
 
-def build(channel: Channel) -> BuiltEngine:
-    """Two milliseconds a step, so that there is a middle."""
+def build(channel: Channel, adapters: Sequence[AdapterStatus] = ()) -> BuiltEngine:
+    """Two milliseconds a step, so that there is a middle. adapters: those that its statistics show"""
     channel.send(Located(str(DEMO)))
     core = make_core(small_config(num_pages=256))
+    core.adapters = Mock(statuses=lambda: [*adapters], counts=dict)
     core.runner = FaultyRunner(core.runner, lambda output: time.sleep(0.002))
     return BuiltEngine(core, demo_info(Tokenizer.from_directory(DEMO)), lambda spec: Future())
 
@@ -72,9 +74,11 @@ class Setting:
 
 
 @contextlib.asynccontextmanager
-async def setting(num_workers: int = 2, config: Config | None = None) -> AsyncIterator[Setting]:
+async def setting(
+    num_workers: int = 2, config: Config | None = None, adapters: Sequence[AdapterStatus] = ()
+) -> AsyncIterator[Setting]:
     config = config or Config()
-    links = [ThreadLink(config, build) for _ in range(config.mesh.replicas)]
+    links = [ThreadLink(config, lambda channel: build(channel, adapters)) for _ in range(config.mesh.replicas)]
     engine = AsyncEngine(config, links)
     here = Setting(links[0], engine, WorkerBridges(engine))
     announcing = asyncio.create_task(here.relays.run())
@@ -266,6 +270,33 @@ def test_workers_know_the_engines_state() -> None:
             await until(lambda: here.workers[0].status.phase == "draining", "it drains")
             with pytest.raises(NotReadyError, match="draining"):
                 await collect(here.workers[0], PROMPT, LONG)
+
+    asyncio.run(run())
+
+
+def test_workers_know_the_adapters() -> None:
+    sql, poet = (AdapterStatus(name=name, digest=name, rank=8, version=1) for name in ("sql", "poet"))
+
+    async def load(here: Setting, adapters: list[AdapterStatus], *loaded: AdapterStatus) -> None:
+        adapters[:] = [msgspec.structs.replace(each, num_running=3) for each in loaded]
+        with pytest.raises(InvalidValueError):  # the engine of this test has no such call, but tells its statistics
+            await here.engine.call(LoadAdapter("sql", "/sql"))
+        here.relays.tell()
+        for end, worker in zip(here.ends, here.workers, strict=True):
+            await end.call(AbortRequests("a", None))
+            assert worker.stats().adapters == [*loaded]
+
+    async def run() -> None:
+        adapters: list[AdapterStatus] = []
+        async with setting(adapters=adapters) as here:
+            for loaded in ((sql,), (sql, poet), (poet,)):
+                await load(here, adapters, *loaded)
+            late = await here.add_worker()
+            await late.wait_ready()
+            assert late.stats().adapters == [poet]
+            await load(here, adapters)
+            adapters[:] = [sql]  # as by an engine that was started again
+            await until(lambda: late.stats().adapters == [sql], "it is told without a call")
 
     asyncio.run(run())
 

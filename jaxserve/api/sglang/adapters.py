@@ -1,6 +1,6 @@
 """Serve vLLM's and SGLang's routes that load and unload adapters. They need the admin key.
 
-An adapter is a model name afterwards. Every call waits until all engines have answered.
+An adapter is a model name afterwards. Every call waits until all engines have answered, and all workers know the name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def load_lora_adapter(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """Forget an adapter, as vLLM does. Requests that have begun with it go on."""
     state, body = server_state(request), await read_body(request, UnloadLoraRequest)
-    await state.engine.call(UnloadAdapter(body.lora_name))
+    await _call(state, UnloadAdapter(body.lora_name))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -101,7 +101,7 @@ async def load_adapter(request: Request) -> Response:
 async def unload_adapter(request: Request) -> Response:
     """Forget an adapter, as SGLang does. Requests that have begun with it go on."""
     state, body = server_state(request), await read_body(request, UnloadAdapterRequest)
-    await state.engine.call(UnloadAdapter(body.lora_name))
+    await _call(state, UnloadAdapter(body.lora_name))
     return json_response(_loaded(state, "The adapter is unloaded."))
 
 
@@ -110,7 +110,15 @@ async def _load(state: ServerState, name: str, path: str, *, replace: bool = Fal
         raise InvalidValueError(f"{name!r} is the name of the model.", param="lora_name")
     roots = allowed_roots(state)
     directory = await asyncio.to_thread(checked_directory, path, roots, param="lora_path")
-    await state.engine.call(LoadAdapter(name, str(directory), replace, pinned))
+    await _call(state, LoadAdapter(name, str(directory), replace, pinned))
+
+
+async def _call(state: ServerState, call: LoadAdapter | UnloadAdapter) -> None:
+    try:
+        await state.engine.call(call)
+    finally:  # of several engines some may have carried it out
+        if state.peers is not None:
+            await state.peers.tell()
 
 
 def _loaded(state: ServerState, message: str) -> dict[str, Any]:
