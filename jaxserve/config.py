@@ -329,6 +329,7 @@ class ModelEntry(BaseModel):
     )
 
 
+_Checked = TypeVar("_Checked")
 _Entry = TypeVar("_Entry", ModelEntry, "AdapterEntry")
 
 
@@ -599,13 +600,18 @@ class LoraSection(Section):
     adapters: AdapterEntries = Field(
         (), description="Adapters that are loaded at the start: [{name, path, pinned}]. It needs lora.slots."
     )
+    keep: bool = Field(
+        False,
+        description="Keep in the store which adapters routes have loaded, and load them again at the next start. It "
+        "needs lora.slots and a store.",
+    )
 
-    @field_validator("adapters")
+    @field_validator("adapters", "keep")
     @classmethod
-    def _has_slots(cls, entries: Sequence[AdapterEntry], info: ValidationInfo) -> Sequence[AdapterEntry]:
-        if entries and not info.data.get("slots"):
+    def _has_slots(cls, value: _Checked, info: ValidationInfo) -> _Checked:
+        if value and not info.data.get("slots"):
             raise ValueError("it needs lora.slots")
-        return entries
+        return value
 
 
 class ServerSection(Section):

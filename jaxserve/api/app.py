@@ -34,7 +34,7 @@ from jaxserve.api.sglang import adapters, weights
 from jaxserve.api.sglang import routes as sglang
 from jaxserve.api.state import EngineProtocol, ServerState, check_pictures, check_template, check_vocabulary
 from jaxserve.config import Config
-from jaxserve.errors import NotReadyError
+from jaxserve.errors import ConfigError, NotReadyError
 from jaxserve.store import Store
 from jaxserve.telemetry.engine_collector import EngineReading
 from jaxserve.telemetry.metrics import Metrics
@@ -67,8 +67,10 @@ def create_app(
     The caller starts and stops the engine and the store. Without a store, the routes of files, batches and stored
     objects answer 503 with the message `no_store`. A worker of `group` answers requests that need only the engine, and
     forwards all others.
-    Raises ConfigError if the name of a parser is unknown.
+    Raises ConfigError if the name of a parser is unknown, or lora.keep has no store.
     """
+    if config.lora.keep and store is None and not (group is not None and group.is_worker):
+        raise ConfigError("lora.keep needs a store", fix="set store.path, or leave lora.keep out")
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
     key = group.encryption_key if group is not None else b""
     encryption = Encryption(key or encryption_key(store.directory if store is not None else None))

@@ -25,6 +25,7 @@ import uvloop
 from jaxserve.api.app import check_chat_template, create_app, stop_background, warm_up
 from jaxserve.api.encryption import encryption_key
 from jaxserve.api.process_group import GroupKeeper
+from jaxserve.api.sglang.adapters import kept_adapters
 from jaxserve.cli.http_server import Server, bind, check_certificates, http_config, keep_heap_small, on_signals, url_of
 from jaxserve.cli.progress import LAST_PHASE, StartProgress, command_began, show_ready
 from jaxserve.cli.workers import Workers
@@ -154,6 +155,7 @@ class Launch:
 
         Raises ConfigError if the engine or the application cannot start, UnexpectedEndError for any other end.
         """
+        self.engine.load_first(await kept_adapters(self._app.state.server))
         http = asyncio.create_task(self._serve_http())
         await self.engine.start(wait=False)
         watch = asyncio.create_task(self._watch(on_ready))

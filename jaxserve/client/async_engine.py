@@ -44,6 +44,7 @@ from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.calls import EngineCall, ListWaiting
 from jaxserve.types.messages import (
+    AdapterStatus,
     Add,
     EngineInfo,
     EngineStats,
@@ -158,6 +159,13 @@ class AsyncEngine:
         self._seeds = random.Random(request_seed(config.runtime.random_seed))
 
     # -- start and stop ------------------------------------------------------------------------------------
+
+    def load_first(self, adapters: Sequence[AdapterStatus]) -> None:
+        """Load adapters of an earlier run in every engine, before its first request. Call this before `start`.
+
+        One whose directory is gone, or has changed, is a line in the log.
+        """
+        self._replicas.load_first(adapters)
 
     async def start(self, *, wait: bool = True) -> None:
         """Start the engine; with `wait`, return when it is ready. Raises ConfigError if it cannot start."""

@@ -56,9 +56,13 @@ C = TypeVar("C", EngineCall, WorkerCall)
 
 
 class Calls(Generic[C]):
-    """The calls of one engine or worker. send: sends a message to it"""
+    """The calls of one engine or worker. send: sends a message to it
+
+    num_made: calls of `make` that are not answered yet
+    """
 
     def __init__(self, send: Callable[[Call], None]) -> None:
+        self.num_made = 0
         self._send = send
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._failure: HTTPError | None = None  # why the engine takes no calls; None: it takes them
@@ -70,7 +74,17 @@ class Calls(Generic[C]):
 
     def make(self, call: C, on_failure: Callable[[BaseException], None] | None = None) -> None:
         """Make a call without waiting for its result. A failure is logged, and given to `on_failure`."""
-        self._begin(call).add_done_callback(functools.partial(_log_failure, call.name, on_failure))
+        self.num_made += 1
+        self._begin(call).add_done_callback(functools.partial(self._answered, call.name, on_failure))
+
+    def _answered(
+        self, name: str, on_failure: Callable[[BaseException], None] | None, future: asyncio.Future[Any]
+    ) -> None:
+        self.num_made -= 1
+        if not future.cancelled() and (error := future.exception()) is not None:
+            logger.error("%s failed in the new engine: %s", name, error)
+            if on_failure is not None:
+                on_failure(error)
 
     def _begin(self, call: C) -> asyncio.Future[Any]:
         call_id = next(self._ids)
@@ -102,13 +116,6 @@ class Calls(Generic[C]):
         for future in [*self._waiting.values()]:
             if not future.done():
                 future.set_exception(error)
-
-
-def _log_failure(name: str, on_failure: Callable[[BaseException], None] | None, future: asyncio.Future[Any]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("%s failed in the new engine: %s", name, error)
-        if on_failure is not None:
-            on_failure(error)
 
 
 class ControlRecord:

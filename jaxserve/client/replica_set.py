@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from jaxserve.client.control import ControlRecord
 from jaxserve.client.finishing import FinishingPause
 from jaxserve.client.link import EngineLink, Roles
@@ -41,8 +43,17 @@ from jaxserve.client.sequences import NOWHERE, HeldDeadlines, LiveSequence, Sequ
 from jaxserve.client.supervisor import Death, EngineStatus
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
 from jaxserve.routing.router import Router
-from jaxserve.types.calls import EngineCall, Pause, Update, UpdateFromFile
-from jaxserve.types.messages import Abort, Add, EngineInfo, EngineStats, FromEngine, RequestRefused, with_measured
+from jaxserve.types.calls import EngineCall, LoadAdapter, Pause, Update, UpdateFromFile
+from jaxserve.types.messages import (
+    Abort,
+    AdapterStatus,
+    Add,
+    EngineInfo,
+    EngineStats,
+    FromEngine,
+    RequestRefused,
+    with_measured,
+)
 from jaxserve.types.page_keys import PageEvents
 from jaxserve.types.step import TokenOutput
 
@@ -93,6 +104,14 @@ class ReplicaSet:
         self._watching: asyncio.Task[None] | None = None  # of the deadlines
 
     # -- start and stop ------------------------------------------------------------------------------------
+
+    def load_first(self, adapters: Sequence[AdapterStatus]) -> None:
+        """See AsyncEngine."""
+        for each in adapters:
+            call = LoadAdapter(each.name, each.path, replace=True, pinned=each.pinned, digest=each.digest)
+            self._record.record(call, None)
+        for replica in self._replicas:
+            replica.stats = EngineStats(adapters=[*adapters])
 
     def start(self) -> None:
         """Start all engines. Raises ConfigError."""
@@ -237,7 +256,13 @@ class ReplicaSet:
             self._choice.router.update(replica.index, events)
 
     def stats_changed(self, replica: Replica, stats: EngineStats) -> None:
-        """Record the statistics of a replica, and its measurements since it was ready."""
+        """Record the statistics of a replica, and its measurements since it was ready.
+
+        Until the calls of the record are answered, the adapters that it will have again keep their names.
+        """
+        if not replica.sender.is_up or replica.calls.num_made:
+            adapters = {each.name: each for each in (*stats.adapters, *replica.stats.adapters)}
+            stats = msgspec.structs.replace(stats, adapters=[*adapters.values()])
         replica.stats = stats
         if replica.info is not None and (info := with_measured(replica.info, stats)) is not replica.info:
             replica.info = info

@@ -49,9 +49,21 @@ class Adapters:
         self._versions: dict[str, int] = {}  # of names that were loaded, unloaded ones included
         self._labels: dict[str, str] = {}  # by digest: NAME@VERSION
 
-    def load_directory(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterStatus:
-        """Load an adapter of a directory. Raises InvalidValueError, ConflictError if the name is in use."""
-        return self._load(name, lambda: read_adapter(Path(path), self._device.adapted), path, replace, pinned)
+    def load_directory(
+        self, name: str, path: str, *, replace: bool = False, pinned: bool = False, digest: str = ""
+    ) -> AdapterStatus:
+        """Load an adapter of a directory. Raises InvalidValueError, ConflictError if the name is in use.
+
+        digest: what its tensors must have; empty: any
+        """
+
+        def read() -> Adapter:
+            adapter = read_adapter(Path(path), self._device.adapted)
+            if digest not in ("", adapter.digest):
+                raise ModelLoadError(f"{path} has changed since it was loaded", fix="load it again")
+            return adapter
+
+        return self._load(name, read, path, replace, pinned)
 
     def load_arrays(
         self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any], *, replace: bool, pinned: bool = False

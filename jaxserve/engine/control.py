@@ -102,7 +102,9 @@ class EngineControl:
             case SetWeightVersion():
                 return self.set_version(call.version, call.running)
             case LoadAdapter():
-                return self.adapters.load_directory(call.adapter, call.path, replace=call.replace, pinned=call.pinned)
+                return self.adapters.load_directory(
+                    call.adapter, call.path, replace=call.replace, pinned=call.pinned, digest=call.digest
+                )
             case UnloadAdapter():
                 return self.adapters.unload(call.adapter, missing_ok=call.missing_ok)
             case _:

@@ -163,7 +163,7 @@ def lock_holder(directory: Path) -> str:
     return ""
 
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _FILES_AND_BATCHES = """
 CREATE TABLE lease (
@@ -309,7 +309,14 @@ CREATE TABLE thread_turns (
 CREATE INDEX thread_turns_thread ON thread_turns (thread);
 """
 
-SCHEMA = _FILES_AND_BATCHES + _RESPONSES + _THREADS
+_ADAPTERS = """
+CREATE TABLE adapters (
+    name TEXT PRIMARY KEY,
+    body BLOB NOT NULL              -- JSON of what is needed to load it again
+);
+"""
+
+SCHEMA = _FILES_AND_BATCHES + _RESPONSES + _THREADS + _ADAPTERS
 
 # The statements that upgrade a database of each version to the next.
 MIGRATIONS = {
@@ -332,6 +339,7 @@ DROP TABLE idempotency_1;
 """,
     2: _RESPONSES,
     3: _THREADS,
+    4: _ADAPTERS,
 }
 
 

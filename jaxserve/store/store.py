@@ -2,7 +2,7 @@
 
     jaxserve-store marks the directory as a store and holds its version
     lock           held while a server runs
-    store.db       files, batches and their results, responses, conversations, threads, lease, idempotency keys
+    store.db       files, batches, results, responses, conversations, threads, adapters, lease, idempotency keys
     files/<id>     bytes; written once, never changed
     tmp/           unfinished files; removed at start
 
@@ -198,6 +198,20 @@ class Store:
             self.disk.unlink(self._files / name)
         if lost := known - on_disk:
             self._database.write_now(files.mark_lost, sorted(lost), self.now())
+
+    # adapters that are loaded again at the next start
+
+    async def keep_adapter(self, name: str, body: bytes) -> None:
+        """Keep JSON under the name of an adapter."""
+        await self._database.write(_keep_adapter, name, body)
+
+    async def forget_adapter(self, name: str) -> bool:
+        """Return whether an adapter of this name was kept until now."""
+        return await self._database.write(_forget_adapter, name)
+
+    async def kept_adapters(self) -> list[bytes]:
+        """Return the JSON of all kept adapters, in order of their names."""
+        return await self._database.read(_kept_adapters)
 
     # files
 
@@ -445,6 +459,18 @@ def _usable(directory: Path) -> Iterator[None]:
         fix = "make room on its disk" if is_full(error) else "check --store.path"
         reason = (error.strerror or error) if isinstance(error, OSError) else error
         raise ConfigError(f"the store {directory} cannot be used: {reason}", fix=fix) from error
+
+
+def _keep_adapter(connection: sqlite3.Connection, name: str, body: bytes) -> None:
+    connection.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?)", (name, body))
+
+
+def _forget_adapter(connection: sqlite3.Connection, name: str) -> bool:
+    return connection.execute("DELETE FROM adapters WHERE name = ?", (name,)).rowcount > 0
+
+
+def _kept_adapters(connection: sqlite3.Connection) -> list[bytes]:
+    return [body for (body,) in connection.execute("SELECT body FROM adapters ORDER BY name")]
 
 
 def _create_batch(

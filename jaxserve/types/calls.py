@@ -159,12 +159,16 @@ class SetWeightVersion(_EngineCall, frozen=True, tag="set_weight_version"):
 
 
 class LoadAdapter(_EngineCall, frozen=True, tag="load_adapter"):
-    """Load an adapter of a directory. Answered by its `messages.AdapterStatus`. replace: one that has the name"""
+    """Load an adapter of a directory. Answered by its `messages.AdapterStatus`. replace: one that has the name
+
+    digest: what its tensors must have; empty: any
+    """
 
     adapter: str
     path: str
     replace: bool = False
     pinned: bool = False
+    digest: str = ""
 
 
 class UnloadAdapter(_EngineCall, frozen=True, tag="unload_adapter"):

@@ -9,13 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxserve.api.app import create_app
+from jaxserve.api.sglang.adapters import kept_adapters
 from jaxserve.client.control import ControlRecord
 from jaxserve.config import Config
-from jaxserve.errors import ModelNotFoundError
+from jaxserve.errors import ConfigError, ModelNotFoundError
 from jaxserve.types.calls import LoadAdapter, UnloadAdapter
 from jaxserve.types.messages import AdapterStatus, EngineStats, Outputs
 
 from .conftest import LiveServer, serving
+from .fakes import fake_engine
 from .test_weights import ADMIN, called
 
 ADAPTERS = [
@@ -166,6 +169,37 @@ def test_metrics_name_the_adapters(server: LiveServer) -> None:
         assert label in line
     assert 'jaxserve:adapter_requests_waiting{adapter="org/poet",engine="0",model_name="demo"} 3.0' in text
     assert "vllm:lora_requests_info" not in server.http.get("/metrics").text
+
+
+def test_the_store_keeps_what_routes_have_loaded(
+    allowed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"server": {"admin_api_key": "root", "weights_directories": [str(allowed)]}, "lora": {"slots": 1}}
+    config = Config().replace(**keys)
+    for kept, keep in (([], False), (["sql"], True), (["sql"], False)):
+        with LiveServer(config.replace(lora={"keep": keep}), store=tmp_path / "store") as server:
+            state = server.app.state.server
+            body = {"lora_name": "sql", "lora_path": "sql"}
+            assert server.post("/load_lora_adapter", body, headers=ADMIN).status_code == 200
+            bodies = server.run(state.store.kept_adapters())
+            assert [msgspec.json.decode(each)["name"] for each in bodies] == kept
+            assert [each.digest for each in server.run(kept_adapters(state))] == ["1" * 32] * keep
+    gone = AdapterStatus(name="gone", digest="2" * 32, rank=4, version=1, path=str(allowed / "gone"))
+    with LiveServer(config.replace(lora={"keep": True}), store=tmp_path / "store") as server:
+        state = server.app.state.server
+        server.run(state.store.keep_adapter("gone", msgspec.json.encode(gone)))
+        assert [each.name for each in server.run(kept_adapters(state))] == ["sql"]
+        assert "the adapter 'gone' is not loaded again: lora_path is no directory that" in caplog.text
+        for name, missing_ok in (("sql", True), ("gone", True), ("gone", False)):
+            calls = called(server, "/unload_lora_adapter", json={"lora_name": name})
+            assert calls == [UnloadAdapter(name, missing_ok=missing_ok)]
+        assert server.run(state.store.kept_adapters()) == []
+
+
+def test_keeping_needs_a_store() -> None:
+    config = Config.of(slots=1, keep=True)
+    with pytest.raises(ConfigError, match=r"lora\.keep needs a store"):
+        create_app(fake_engine(config)[0], config)
 
 
 def test_calls_that_a_new_engine_gets_again() -> None:

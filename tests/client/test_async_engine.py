@@ -11,7 +11,20 @@ from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError, InvalidValueError, QueueFullError, ServerError
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
+from jaxserve.types.calls import LoadAdapter
+from jaxserve.types.messages import (
+    Abort,
+    AdapterStatus,
+    Add,
+    Call,
+    EngineStats,
+    FromEngine,
+    Located,
+    Outputs,
+    Ready,
+    Reply,
+    ToEngine,
+)
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.step import FinishReason, TokenOutput
 from tests.api.fakes import DEMO, demo_info
@@ -371,3 +384,43 @@ def test_a_part_of_an_accepted_request_is_not_refused_by_a_drain_or_a_full_queue
         assert await engine.drained(0.0, lambda: len(others))
 
     run(test, max_queued_requests=1)
+
+
+def test_adapters_of_an_earlier_run_have_their_names_until_they_are_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    """Their calls come before the first request. What cannot be loaded is a line in the log, and then no name."""
+    old = [AdapterStatus(name=name, digest=name, rank=8, version=3, path=f"/{name}") for name in ("sql", "poet")]
+    own = AdapterStatus(name="own", digest="own", rank=8, version=1)  # of the configuration
+    calls: list[Call] = []
+
+    class CalledLink(HandLink):
+        def send(self, message: ToEngine) -> None:
+            calls.append(message) if isinstance(message, Call) else super().send(message)
+
+    async def main() -> None:
+        link = CalledLink()
+        engine = AsyncEngine(Config(), link)
+        engine.load_first(old)
+        link.messages.put_nowait(Outputs([], EngineStats(adapters=[own])))
+        await engine.start()
+
+        async def told(*adapters: AdapterStatus) -> None:
+            link.messages.put_nowait(Outputs([], EngineStats(adapters=[*adapters])))
+            async with asyncio.timeout(LAST_RESORT):
+                while not link.messages.empty():
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+        assert [call.call for call in calls] == [
+            LoadAdapter(each.name, each.path, replace=True, digest=each.digest) for each in old
+        ]
+        await told(own)
+        assert engine.stats().adapters == [own, *old]
+        link.messages.put_nowait(Reply(calls[0].call_id))
+        link.messages.put_nowait(Reply(calls[1].call_id, error="the adapter 'poet' is not loaded: /poet has changed"))
+        for _ in range(2):  # an engine tells its statistics each second
+            await told(own, old[0])
+        assert engine.stats().adapters == [own, old[0]]
+        await engine.stop()
+
+    asyncio.run(main())
+    assert "'poet' is not loaded" in caplog.text

@@ -162,6 +162,11 @@ def test_what_does_not_fit_changes_nothing(engine: TextEngine, tmp_path: Path) -
         engine.load_adapter("kept", tmp_path)
     with pytest.raises(InvalidValueError, match="no name"):
         load(engine, "../kept", 1)
+    named = engine.control.adapters
+    (start,) = (each for each in named.statuses() if each.name == "start")
+    with pytest.raises(InvalidValueError, match=r"'start' is not loaded: .*has changed since it was loaded"):
+        named.load_directory("start", start.path, replace=True, digest="0" * 32)
+    assert named.digest_of("start") == start.digest
     with pytest.raises(InvalidValueError, match="at most 1"):
         engine.load_adapter("one", tensors(engine, 3), config=peft_config(3), pinned=True)
         engine.load_adapter("two", tensors(engine, 4), config=peft_config(3), pinned=True)

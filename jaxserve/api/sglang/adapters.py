@@ -1,13 +1,16 @@
 """Serve vLLM's and SGLang's routes that load and unload adapters. They need the admin key.
 
 An adapter is a model name afterwards. Every call waits until all engines have answered, and all workers know the name.
+With `lora.keep` the store keeps what was loaded, for the next start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -23,6 +26,9 @@ from jaxserve.api.sglang.weights import allowed_roots, checked_directory
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.calls import LoadAdapter, UnloadAdapter
+from jaxserve.types.messages import AdapterStatus
+
+logger = logging.getLogger(__name__)
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 _DIRECTORY = Field(
@@ -114,11 +120,33 @@ async def _load(state: ServerState, name: str, path: str, *, replace: bool = Fal
 
 
 async def _call(state: ServerState, call: LoadAdapter | UnloadAdapter) -> None:
+    store = state.store if state.config.lora.keep else None
+    if store is not None and isinstance(call, UnloadAdapter):  # it may be one that could not be loaded again
+        call = UnloadAdapter(call.adapter, missing_ok=await store.forget_adapter(call.adapter))
     try:
-        await state.engine.call(call)
+        answer = await state.engine.call(call)
     finally:  # of several engines some may have carried it out
         if state.peers is not None:
             await state.peers.tell()
+    if store is not None and isinstance(call, LoadAdapter):
+        status = msgspec.structs.replace(msgspec.convert(answer, AdapterStatus), num_running=0, num_waiting=0)
+        await store.keep_adapter(status.name, msgspec.json.encode(status))
+
+
+async def kept_adapters(state: ServerState) -> list[AdapterStatus]:
+    """Return the adapters that the store has kept. One whose directory may not be loaded from is a line in the log."""
+    if not state.config.lora.keep or state.store is None:
+        return []
+    found, roots = [], allowed_roots(state)
+    for body in await state.store.kept_adapters():
+        adapter = msgspec.json.decode(body, type=AdapterStatus)
+        try:
+            await asyncio.to_thread(checked_directory, adapter.path, roots, param="lora_path")
+        except InvalidValueError as error:
+            logger.error("the adapter %r is not loaded again: %s", adapter.name, error)
+        else:
+            found.append(adapter)
+    return found
 
 
 def _loaded(state: ServerState, message: str) -> dict[str, Any]:
