@@ -73,7 +73,8 @@ def make_bundle(
     setup = RunnerSetup.of(loaded, resolved, mesh)
     plan = setup.plan(elsewhere.device_bytes if elsewhere else None)
     programs = setup.program_set(plan.pages_by_group, plan.max_model_len)
-    wanted = [*programs.all(), *(programs.transfers() if resolved.moves_pages else ()), *_checks(setup)]
+    transfers = programs.transfers() if resolved.moves_pages else ()
+    wanted = [*programs.all(), *transfers, *programs.write_adapter(), *_checks(setup)]
     settings = settings_of(structure, resolved, setup.backend.name)
     writer = BundleWriter(directory, fingerprint(mesh))
     with program_cache.unused():

@@ -16,10 +16,12 @@ from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.saved_programs.bundle import MANIFEST
 from jaxserve.runtime.saved_programs.target import make_target
+from jaxserve.types.sampling import EngineRequest, SamplingParams, namespace_of
+from tests.models.lora import peft_config, peft_tensors, random_pairs
 from tests.quick import quick_programs
 
-# Weights of 4 bits, because a bundle must tell their form too.
-LIMITS: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "quantization": "nvfp4"}
+# Weights of 4 bits and room for adapters, because a bundle must tell their form too.
+LIMITS: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "quantization": "nvfp4", "slots": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,6 +106,9 @@ def test_fault_is_refused_with_its_reason(fault: str, copied: Path) -> None:
     [
         ({"max_num_seqs": 2}, "was made for max_num_seqs 1, and here it is 2"),
         ({"page_size": 32}, "was made for page_size 16, and here it is 32"),
+        ({"slots": 2}, r"was made for lora\.slots 1, and here it is 2"),
+        ({"slots": 0}, r"was made for lora\.slots 1, and here it is 0"),
+        ({"max_rank": 17}, r"was made for lora\.max_rank 16, and here it is 32"),
         ({"num_pages": 300}, "was made for cache.num_pages 256, and here it is 300"),
         ({"max_model_len": 64}, "was made for model .*, and here it is|was made for model.max_model_len 2048"),
         ({"dtype": "float32"}, "was made for model LlamaForCausalLM of shape"),
@@ -133,8 +138,22 @@ def test_no_bundle_there(tmp_path: Path) -> None:
 
 def test_start_with_a_bundle_compiles_nothing(bundle: Path) -> None:
     built = start(bundle)
+    core, adapters = built.core, built.core.adapters
+    assert adapters is not None
+    layers = {"model.layers.0.self_attn.q_proj": (256, 256), "model.layers.1.mlp.down_proj": (256, 640)}
+    tensors = peft_tensors(random_pairs(layers, 4, 1))
+    digest = adapters.load_arrays("sql", tensors, peft_config(4), replace=False).digest
+    found: list[list[int]] = []
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for adapter in ("", digest):
+        spaces: dict[str, Any] = {"adapter": adapter, "namespace": namespace_of(adapter, "")}
+        core.add(EngineRequest(request_id=f"with {adapter}", prompt_token_ids=[7, 8, 9], params=params, **spaces))
+        found.append([])
+        while core.has_work:
+            found[-1] += [token for output in core.step() for token in output.token_ids]
+    assert len(found[0]) == 4 and found[0] != found[1]
     assert built.info.num_compiled == 0
-    assert built.core.runner.num_compiles() == 0
+    assert core.runner.num_compiles() == 0
 
 
 def test_directory_with_other_files_is_not_written(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -92,3 +93,11 @@ def test_where_states_are_kept(case: str, platform: str, cache: dict[str, Any], 
 def test_what_does_not_work_with_states_is_refused_by_name(name: str, sections: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{name} does not work yet with a model whose layers have a recurrent state"):
         of_states("lfm2", **sections)
+
+
+def test_adapters_are_refused_by_name_where_they_are_not_served() -> None:
+    encoder = dataclasses.replace(from_hf(TINY_LLAMA), bidirectional=True)
+    with pytest.raises(ConfigError, match="adapters are not served with an encoder yet"):
+        RunnerConfig.resolve(Config.of(slots=1), encoder, "cpu", FLOAT32)
+    with pytest.raises(ConfigError, match=r"adapters are not served with mesh\.hosts yet"):
+        resolve(lora={"slots": 1}, mesh={"hosts": 2})

@@ -194,6 +194,9 @@ def settings_of(structure: ModelStructure, config: RunnerConfig, attention: str)
     digest = hashlib.sha256(describe((structure.config, weights)).encode()).hexdigest()[:12]
     settings = {"model": f"{structure.config.architecture} of shape {digest}"}
     settings |= {name: str(getattr(config, name)) for name in _COMPARED}
+    settings["lora.slots"] = str(0 if config.lora is None else config.lora.slots)
+    if config.lora is not None:
+        settings["lora.max_rank"] = str(config.lora.rank)
     return settings | {"attention": attention, "cache dtype": config.cache_dtype.name}
 
 
