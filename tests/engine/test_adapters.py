@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -147,7 +148,7 @@ def test_a_thousand_changes_under_load(engine: TextEngine) -> None:
     churn(engine, 1000)
 
 
-def test_what_does_not_fit_changes_nothing(engine: TextEngine, tmp_path: Path) -> None:
+def test_what_does_not_fit_changes_nothing(engine: TextEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(engine, "kept", 1)
     first = tokens(engine, "kept")
     spoiled = tensors(engine, 2)
@@ -157,9 +158,13 @@ def test_what_does_not_fit_changes_nothing(engine: TextEngine, tmp_path: Path) -
     with pytest.raises(InvalidValueError, match="has no adapter_config"):
         engine.load_adapter("kept", tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").mkdir()  # as a file of another user, it cannot be read
-    with pytest.raises(ServerError, match="IsADirectoryError"):
+    (tmp_path / "adapter_model.safetensors").mkdir()
+    with pytest.raises(InvalidValueError, match="no regular file"):
         engine.load_adapter("kept", tmp_path)
+    with monkeypatch.context() as patch:  # a file of another user, which root can read
+        patch.setattr("jaxserve.engine.adapters.read_adapter", Mock(side_effect=PermissionError("Permission denied")))
+        with pytest.raises(ServerError, match="PermissionError"):
+            engine.load_adapter("kept", tmp_path)
     with pytest.raises(InvalidValueError, match="no name"):
         load(engine, "../kept", 1)
     named = engine.control.adapters
