@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from jaxserve.engine.engine import TextEngine
@@ -109,7 +111,7 @@ def churn(engine: TextEngine, times: int) -> None:
     named: dict[str, int] = {}
     running: dict[str, int | None] = {}
     found: dict[str, list[int]] = {}
-    sizes = []
+    sizes: list[tuple[int, int, int]] = []  # adapters on the host, bytes of the devices' arrays, and of the process
     for number in range(times):
         if number % 3 == 2 and named:
             name = rng.choice(sorted(named))
@@ -125,7 +127,9 @@ def churn(engine: TextEngine, times: int) -> None:
             for output in engine.step():
                 found.setdefault(output.request_id, []).extend(output.token_ids)
         if number % 50 == 0:
-            sizes.append((len(engine.runner.adapters.held), len(gc.get_objects())))
+            gc.collect()
+            arrays = sum(array.nbytes for array in jax.live_arrays())
+            sizes.append((len(engine.runner.adapters.held), arrays, psutil.Process().memory_info().rss))
     while engine.has_unfinished:
         for output in engine.step():
             found.setdefault(output.request_id, []).extend(output.token_ids)
@@ -136,7 +140,11 @@ def churn(engine: TextEngine, times: int) -> None:
         engine.unload_adapter(name)
     engine.core.stats()
     assert len(engine.runner.adapters.held) == 1
-    assert max(held for held, _ in sizes) <= 12
+    held, arrays, resident = (list(column) for column in zip(*sizes, strict=True))
+    print(f"{times} changes, {len(running)} requests; arrays of the device: {arrays}; the process: {resident}")
+    assert max(held) <= 12 and max(arrays) - min(arrays) < 2**18
+    early, late = resident[: len(resident) // 4], resident[len(resident) // 4 :]
+    assert not early or max(late) - max(early) < 2**23  # those that a thousand changes load have 20 MB
 
 
 def test_load_replace_and_unload_under_load(engine: TextEngine) -> None:
