@@ -50,6 +50,7 @@ HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (["model.quantization"], ["none"], "the word for weights that are not quantised"),
     (["mesh.cluster"], ["none"], "the default"),
     (["lora.slots"], [0, "0"], "0: no adapters"),
+    (["media.max_items"], [0, "0"], "0: no pictures"),
     (["mesh.host_rank"], [0, "0"], "0 is the only host"),
     (["mesh.prefill_replicas"], [0, "0"], "0: every engine computes prompts"),
     (["server.port"], [0, "0"], "0 takes a free port"),

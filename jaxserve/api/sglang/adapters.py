@@ -30,6 +30,8 @@ from jaxserve.types.messages import AdapterStatus
 
 logger = logging.getLogger(__name__)
 
+_KEPT = msgspec.json.Decoder(AdapterStatus)
+
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 _DIRECTORY = Field(
     min_length=1,
@@ -139,7 +141,7 @@ async def kept_adapters(state: ServerState) -> list[AdapterStatus]:
         return []
     found, roots = [], allowed_roots(state)
     for body in await state.store.kept_adapters():
-        adapter = msgspec.json.decode(body, type=AdapterStatus)
+        adapter = _KEPT.decode(body)
         try:
             await asyncio.to_thread(checked_directory, adapter.path, roots, param="lora_path")
         except InvalidValueError as error:
