@@ -55,7 +55,10 @@ Row = tuple[Mesh, ShapePlan | ConfigError]
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command `plan`. Raises ConfigError for an encoder, or if no mesh fits the model."""
+    """Run the command `plan`. Raises ConfigError for an encoder, or if no mesh fits the model.
+
+    Raises ModelLoadError for tensors that would not be read.
+    """
     options = _parse(words)
     files = _files(options.model)
     config = read_config(files)
@@ -64,8 +67,8 @@ def run(words: Sequence[str]) -> int:
     config = config.replace(quantization=choose_quantization(options.quantization, config, files))
     if files.format == "orbax":
         config = as_converted(config, files.directory, files.manifest)
-    head = choose_head(options.quantize_head, config.quantization, files)
-    config = config.replace(quantized_head=head)
+    quantized_head = choose_head(options.quantize_head, config.quantization, files)
+    config = config.replace(quantized_head=quantized_head)
     dtype = jnp.dtype(options.dtype)
     context = context_length(options.max_model_len, config)
     if options.length is not None and options.length > context:
@@ -76,14 +79,16 @@ def run(words: Sequence[str]) -> int:
     device = _Device(int(options.memory * GIB), context, options.max_num_seqs)
     with _Progress() as progress:
         progress.show(f"shapes of {config.architecture}")
-        search = _Search(ShapePlanner(config, dtype, cache_dtype=cache_dtype, lora=lora), device, progress)
+        planner = ShapePlanner(config, dtype, cache_dtype=cache_dtype, lora=lora)
+        head = _head(planner, dtype)  # names what would not be read, before meshes are tried for it
+        search = _Search(planner, device, progress)
         rows = [row for mesh in asked for row in search.rows(mesh)]
         held = all(device.holds(plan) for _, plan in rows)
         fewest = None if held else search.fewest()
     plans = [plan for _, plan in rows]
     if all(isinstance(plan, ConfigError) for plan in plans):
         raise _with_fix(plans[0], fewest)  # type: ignore[arg-type]
-    print(_head(search.planner, dtype))
+    print(head)
     would = "" if fewest is None else f", for which {_devices(fewest)} would do"
     print(f"each device has {options.memory:g} GiB; a full context is {context} tokens{would}\n")
     print(_Columns(device, options.length).table(rows))

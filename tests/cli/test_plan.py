@@ -329,7 +329,19 @@ SERVED = {  # of the published files; one or two of each family, the small ones
     "openai--gpt-oss-20b",
 }
 LARGE = ("DeepSeek", "Kimi", "Qwen3", "Llama", "Mixtral", "gpt-oss", "executorch", "SmolLM2", "MiniMax-M2", "MiMo")
-LARGE += ("Gemma-4", "gemma-4")
+LARGE += (
+    "Gemma-4",
+    "gemma-4",
+    "Nemotron",
+    "GLM",
+    "Hy3",
+    "Laguna",
+    "Ministral",
+    "Mistral",
+    "Step",
+    "granite",
+    "Granite",
+)
 
 
 @pytest.mark.parametrize("form", ["short", pytest.param("long", marks=pytest.mark.slow)])
@@ -342,5 +354,7 @@ def test_published_configurations_are_planned_or_refused_with_the_cause(form: st
     outcomes = [plan(folder, name) for name in {*served, *others}]
     refused = [outcome for outcome in outcomes if not outcome.planned]
     assert SERVED <= {outcome.name for outcome in outcomes if outcome.planned}
-    causes = "is not served: |(architecture|quantization) '.* is not supported"
+    causes = (
+        "is not served: |(architecture|quantization) '.* is not supported|one tensor of all experts in fp8 is not read"
+    )
     assert [each for each in refused if not re.search(causes, each.text)] == []

@@ -85,7 +85,7 @@ def take(engine: TextEngine, seen: dict[tuple[str, int], Completion]) -> list[Re
         ([[1], []], GREEDY, InvalidValueError),
         ([[1], 2], GREEDY, InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(n=0)], InvalidValueError),
-        ([[1], [2]], [GREEDY, SamplingParams(top_k=-1)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(top_k=-2)], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(min_p=1.5)], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(top_p=1.5)], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(temperature=-1.0)], InvalidValueError),

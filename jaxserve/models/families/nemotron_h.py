@@ -91,6 +91,11 @@ def _kinds(hf: Json) -> str:
     return pattern
 
 
+def _published(hf: Json) -> Json:
+    """Return a parsed config.json with the number of layers, which Nemotron 3 Ultra's files leave to their kinds."""
+    return hf if hf.get("num_hidden_layers") is not None else {**hf, "num_hidden_layers": len(_kinds(hf))}
+
+
 def _names(layers: Sequence[_Layer]) -> Rules:
     rules = [("backbone.embeddings.", "model.embed_tokens."), ("backbone.norm_f.", "model.norm.")]
     for index, layer in enumerate(layers):
@@ -162,6 +167,7 @@ FAMILIES = (
         NemotronHForCausalLM,
         _nemotron_h,
         defaults=_DEFAULTS,
+        published=_published,
         supported={
             "mlp_hidden_act": ("relu2",),
             "mamba_hidden_act": ("silu",),
