@@ -5,7 +5,6 @@ cache, the chunks of prompts and the shortage of pages.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.types.scheduling import GroupSizes, SchedulerConfig
-from tests.e2e.test_windows import GOLDENS, LONGEST, NEW, PAGE, crowd, tokens_of
+from tests.e2e.test_windows import LONGEST, NEW, PAGE, crowd, tokens_of
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_logits
@@ -33,8 +32,7 @@ WINDOWS, CHUNKS = (12, None, 6), (None, 8, None)
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[ModelRunner]:
-    shapes = json.loads((GOLDENS / f"{CASE}.json").read_text())["shapes"]
-    tensors = families.tensors_of(CASE, {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = families.golden_tensors(CASE)
     directory = write_checkpoint(tmp_path_factory.mktemp(CASE), families.CASES[CASE], tensors)
     mesh, model = make_mesh("cpu"), read_config(directory)
     config = model.replace(layer_windows=WINDOWS, layer_chunks=CHUNKS, local_rope=None)

@@ -5,7 +5,6 @@ state was lost. Pages begin as NaN, so that a state that was never written shows
 """
 
 import dataclasses
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_logits
 from tests.quick import quick_programs
 
-GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 PAGE, BORDER, LONGEST, NEW = 16, 64, 256, 30
 OTHERS = ("lfm2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5, deterministic", "bamba")
 SERVED = ["lfm2", "qwen3_5", *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
@@ -68,8 +66,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ) -> Iterator[Served]:
     case, _, deterministic = request.param.partition(", ")
-    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-    tensors = families.tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = families.golden_tensors(case)
     directory = write_checkpoint(tmp_path_factory.mktemp(case), families.STATE_CASES[case], tensors)
     mesh = make_mesh("cpu")
     model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
@@ -86,7 +83,7 @@ def served(
         deterministic=bool(deterministic),
         compile_cache=Path(compile_cache),
     )
-    arrays = np.load(GOLDENS / f"{case}.npz")
+    arrays = np.load(families.GOLDENS / f"{case}.npz")
     with quick_programs():
         runner = ModelRunner(model, config, mesh)
     yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist())

@@ -5,7 +5,6 @@ cache, the chunks and the shortage of pages; and a page given away too early sho
 """
 
 import dataclasses
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from tests.models.dense import dense_logits
 from tests.quick import quick_programs
 from tests.waiting import wait_until
 
-GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 WINDOW, PAGE, LONGEST = 12, 4, 128
 NEW = 40  # tokens of the crowd's answers
 
@@ -75,8 +73,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ) -> Iterator[Served]:
     case, _, deterministic = request.param.partition(", ")
-    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-    tensors = families.tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = families.golden_tensors(case)
     directory = write_checkpoint(tmp_path_factory.mktemp(case), families.CASES[case], tensors)
     mesh = make_mesh("cpu")
     model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
@@ -91,7 +88,7 @@ def served(
         host_memory=2**21,
         compile_cache=Path(compile_cache),
     )
-    arrays = np.load(GOLDENS / f"{case}.npz")
+    arrays = np.load(families.GOLDENS / f"{case}.npz")
     with quick_programs():
         runner = ModelRunner(model, config, mesh)
     yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist(), crowd())

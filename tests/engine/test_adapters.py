@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +23,9 @@ from jaxserve.models.checkpoint.structure import build
 from jaxserve.types.sampling import SamplingParams
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.models.dense import dense_logits
-from tests.models.families import STATE_CASES, tensors_of
+from tests.models.families import STATE_CASES, golden_tensors
 from tests.models.lora import peft_config, peft_tensors, random_pairs, write_adapter
-from tests.models.test_pictures import GOLDENS, write_case
+from tests.models.test_pictures import write_case
 from tests.models.test_quantize_at_load import load as load_quantized
 from tests.models.test_quantize_at_load import widened
 from tests.quick import quick_programs
@@ -235,8 +234,7 @@ def checkpoint(name: str, directory: Path) -> Path:
     if name == "qwen3_vl_pictures":
         return write_words(write_case(name, directory), 64)
     if name in STATE_CASES:
-        shapes = json.loads((GOLDENS / f"{name}.json").read_text())["shapes"]
-        written = tensors_of(name, {key: tuple(shape) for key, shape in shapes.items()})
+        written = golden_tensors(name)
         return write_words(write_checkpoint(directory, STATE_CASES[name], written), STATE_CASES[name]["vocab_size"])
     hf = HF | ({"hidden_size": 64, "intermediate_size": 64} if name == "wide" else {})
     return write_words(write_checkpoint(directory, hf, random_tensors(hf, seed=1)), 96)

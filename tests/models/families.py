@@ -6,11 +6,14 @@ torch) and the tests (without) have the same. No jax and no torch here.
 
 from __future__ import annotations
 
+import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+GOLDENS = Path(__file__).parent / "goldens"
 VOCAB = 96
 NUM_PROMPT = 40  # tokens of a golden's prompt; windows and original contexts below are shorter
 NUM_GREEDY = 64
@@ -757,6 +760,12 @@ def tensors_of(case: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.nd
     if case.startswith("gemma4"):  # scores are not scaled, so that the norm of queries has to
         tensors |= {name: 0.25 * tensor for name, tensor in tensors.items() if "q_norm" in name}
     return tensors
+
+
+def golden_tensors(case: str) -> dict[str, np.ndarray]:
+    """The checkpoint of a case that has a golden, whose file has the shapes."""
+    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
+    return tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
 
 
 def prompt(length: int = NUM_PROMPT) -> list[int]:

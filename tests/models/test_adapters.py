@@ -30,11 +30,10 @@ from jaxserve.ops.linear import Products
 from tests.models import test_quantize_at_load, test_stored_floats, test_stored_form
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.dense import dense_logits
-from tests.models.families import CASES, STATE_CASES, tensors_of
+from tests.models.families import CASES, STATE_CASES, golden_tensors
 from tests.models.lora import Pairs, merged, peft_config, peft_tensors, random_pairs, write_adapter
 from tests.quick import QUICK
 
-GOLDENS = Path(__file__).parent / "goldens"
 SHAPE = AdapterShape(slots=2, rank=4)
 TOKENS = [5, 9, 77, 3, 21, 60, 14, 2, 33, 90, 41, 8]
 # families with a form of attention or feed-forward of their own; the others in the long form
@@ -78,8 +77,7 @@ def load(directory: Path) -> LoadedModel:
 
 @pytest.mark.parametrize("case", [case if case in SOME else pytest.param(case, marks=pytest.mark.slow) for case in ALL])
 def test_every_target_equals_merged_weights(case: str, tmp_path: Path) -> None:
-    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-    tensors = tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = golden_tensors(case)
     model = load(write_checkpoint(tmp_path / "base", ALL[case], tensors))
     adapted = adapt(model.structure, SHAPE)
     # the checkpoint's own names, which the family's rules change

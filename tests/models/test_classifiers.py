@@ -18,18 +18,16 @@ from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_scores
-from tests.models.families import CLASSIFIERS, PAIR_SECOND, tensors_of
+from tests.models.families import CLASSIFIERS, GOLDENS, PAIR_SECOND, golden_tensors
 from tests.quick import quick_programs
 from tests.runtime.conftest import CONFIG
 
-GOLDENS = Path(__file__).parent / "goldens"
 FLOAT32 = jnp.dtype("float32")
 TOLERANCE = 1e-4
 
 
 def loaded(case: str, directory: Path) -> LoadedModel:
-    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-    tensors = tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = golden_tensors(case)
     return load_model(write_checkpoint(directory, CLASSIFIERS[case], tensors), dtype=FLOAT32)
 
 

@@ -19,16 +19,14 @@ from jaxserve.models.encoder import Texts
 from jaxserve.models.pooling import Kind, PoolingConfig, pool
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
 from tests.models.dense import dense_embedding, dense_hidden
-from tests.models.families import CASES, ENCODERS, tensors_of
+from tests.models.families import CASES, ENCODERS, GOLDENS, golden_tensors
 
-GOLDENS = Path(__file__).parent / "goldens"
 FLOAT32 = jnp.dtype("float32")
 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> LoadedModel:
-    shapes = json.loads((GOLDENS / "bert.json").read_text())["shapes"]
-    tensors = tensors_of("bert", {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = golden_tensors("bert")
     return load_model(write_checkpoint(tmp_path, ENCODERS["bert"], tensors), dtype=FLOAT32)
 
 

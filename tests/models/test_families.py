@@ -6,7 +6,6 @@ Logits are held to 1e-4 of the largest; a mutant must be off by 30 times as much
 import dataclasses
 import functools
 import itertools
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,9 +23,8 @@ from jaxserve.models.rope import LongRopeScaling, QueryScale, RopeConfig, YarnSc
 from tests.models import paged
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_logits
-from tests.models.families import CASES, NUM_PROMPT, tensors_of
+from tests.models.families import CASES, GOLDENS, NUM_PROMPT, golden_tensors
 
-GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4
 FLOAT32 = jnp.dtype("float32")
 
@@ -47,8 +45,7 @@ class Golden:
 def goldens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Golden]:
     @functools.cache
     def golden(case: str) -> Golden:
-        shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-        tensors = tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+        tensors = golden_tensors(case)
         directory = write_checkpoint(tmp_path_factory.mktemp(case), CASES[case], tensors)
         arrays = np.load(GOLDENS / f"{case}.npz")
         ids, greedy = arrays["ids"].tolist(), arrays["greedy"].tolist()

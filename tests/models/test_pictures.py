@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,11 +22,10 @@ from jaxserve.models.decoder import PictureRows
 from jaxserve.models.vision.config import patch_layout
 from jaxserve.types.picture import Picture, position_delta, position_shifts
 from tests.models.checkpoints import write_checkpoint
-from tests.models.families import tensors_of
+from tests.models.families import GOLDENS, golden_tensors
 from tests.models.picture_cases import CASES, MERGE, PROMPTS, prompt, prompts_of
 from tests.quick import QUICK
 
-GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4
 PATCHES = 96  # of the program of all towers: those of the largest picture, or of several
 FLOAT32 = jnp.dtype("float32")
@@ -42,8 +40,7 @@ def pictures_of(name: str) -> tuple[list[int], tuple[Picture, ...]]:
 
 def write_case(case: str, directory: Path) -> Path:
     """Write the checkpoint of a case."""
-    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-    tensors = tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = golden_tensors(case)
     return write_checkpoint(directory, CASES[case], tensors)
 
 
@@ -135,7 +132,6 @@ def test_a_tower_of_qwen3_5_has_no_deepstack():
 
 def test_a_language_model_that_was_saved_alone_takes_no_pictures(tmp_path: Path):
     case = "qwen3_vl_pictures"
-    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-    text = {name: tuple(shape) for name, shape in shapes.items() if ".visual." not in name}
-    model = load_model(write_checkpoint(tmp_path, CASES[case], tensors_of(case, text)), dtype=FLOAT32)
+    text = {name: tensor for name, tensor in golden_tensors(case).items() if ".visual." not in name}
+    model = load_model(write_checkpoint(tmp_path, CASES[case], text), dtype=FLOAT32)
     assert model.config.vision is None

@@ -6,7 +6,6 @@ They have tables of their own, because their final states are compared too.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,8 @@ from jaxserve.ops.state import StateArrays
 from tests.models import paged
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_logits
-from tests.models.families import STATE_CASES, tensors_of
+from tests.models.families import GOLDENS, STATE_CASES, golden_tensors
 
-GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4
 FLOAT32 = jnp.dtype("float32")
 Load = Callable[..., LoadedModel]
@@ -39,8 +37,7 @@ def golden(case: str) -> Any:
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     @functools.cache
     def directory(case: str) -> Path:
-        shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
-        tensors = tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+        tensors = golden_tensors(case)
         return write_checkpoint(tmp_path_factory.mktemp(case), STATE_CASES[case], tensors)
 
     def model(case: str, config: ModelConfig | None = None, **more: Any) -> LoadedModel:

@@ -5,7 +5,6 @@ They hold alone and in a crowd, whatever the prefix cache, the chunks, a shortag
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -41,7 +40,6 @@ from tests.models import families
 from tests.models.checkpoints import write_checkpoint
 from tests.quick import QUICK, QUICK_FLAGS
 
-GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 LONGEST, PAGE, NEW = 128, 4, 20
 FP8, INT8 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype("int8")
 # family, dtype of the pages, changes of the runner: windows, sinks, latent rows
@@ -103,8 +101,7 @@ def served(
 
 
 def tiny(family: str, directory: Path, mesh: DeviceMesh) -> LoadedModel:
-    shapes = json.loads((GOLDENS / f"{family}.json").read_text())["shapes"]
-    tensors = families.tensors_of(family, {name: tuple(shape) for name, shape in shapes.items()})
+    tensors = families.golden_tensors(family)
     checkpoint = write_checkpoint(directory, families.CASES[family], tensors)
     return load_model(checkpoint, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
 
