@@ -48,19 +48,13 @@ KIMI_PATTERN = "|".join(
 _KIMI_RESERVED = 256  # ids of special tokens behind the ranks
 
 
-def read_ranked(directory: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | None:
-    """Read the tokenizer of a directory that has a tekken.json or a tiktoken.model; None if it has neither.
-
-    config: tokenizer_config.json
+def read_ranked(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Read a tekken.json or a tiktoken.model. config: the tokenizer_config.json beside it
 
     Returns the tokenizer, and what it adds to `config`: the roles of special tokens. Raises ModelLoadError, which names
     the file and says what to convert.
     """
-    if (directory / TEKKEN).is_file():
-        return _read_tekken(directory / TEKKEN)
-    if (directory / TIKTOKEN).is_file():
-        return _read_tiktoken(directory / TIKTOKEN, config), {}
-    return None
+    return _read_tekken(file) if file.name == TEKKEN else (_read_tiktoken(file, config), {})
 
 
 def _read_tiktoken(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:

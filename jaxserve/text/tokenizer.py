@@ -141,9 +141,8 @@ class Tokenizer:
             config |= _special_tokens(path / "special_tokens_map.json", config)
         eos_ids = _eos_ids(path / "generation_config.json") + _eos_ids(path / "config.json")
         templates = _chat_templates(path, config)
-        ranked = None if (path / "tokenizer.json").is_file() else read_ranked(path, config)
-        backend, config = (None, config) if ranked is None else (ranked[0], ranked[1] | config)
-        return cls(_load_backend(path, config, backend), config, chat_templates=templates, extra_eos_ids=eos_ids)
+        backend, config = _load_backend(path, config)
+        return cls(backend, config, chat_templates=templates, extra_eos_ids=eos_ids)
 
     @classmethod
     def _from_gguf(cls, file: Path) -> Self:
@@ -347,24 +346,31 @@ def _eos_ids(path: Path) -> list[int]:
     return ids
 
 
-def _load_backend(path: Path, config: dict[str, Any], backend: tokenizers.Tokenizer | None) -> tokenizers.Tokenizer:
-    """Return `backend`, else read tokenizer.json, and add the tokens that only other files name.
+def _load_backend(path: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Read the tokenizer of a directory, and add the tokens that only other files name.
 
-    config: tokenizer_config.json
+    config: tokenizer_config.json. It is returned with the roles of special tokens that a ranked tokenizer has
     """
-    file = path / "tokenizer.json"
-    if backend is None and not file.is_file():
-        return _convert_backend(path)
-    if backend is None:
-        if file.stat().st_size > MAX_BYTES:
-            raise ModelLoadError(f"{file} has more than {MAX_BYTES} bytes")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
+    file = next((path / name for name in ("tokenizer.json", TEKKEN, TIKTOKEN) if (path / name).is_file()), None)
+    if file is None:
+        return _convert_backend(path), config
+    if file.name == "tokenizer.json":
+        backend = _read_backend(file)
+    else:
+        backend, roles = read_ranked(file, config)
+        config = roles | config
     backend.add_tokens(_tokens_beside(path, config, backend.get_added_tokens_decoder()))
     refuse_costly(backend, file)
-    return _lowercased(backend, sentence_settings(path))
+    return _lowercased(backend, sentence_settings(path)), config
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    if file.stat().st_size > MAX_BYTES:
+        raise ModelLoadError(f"{file} has more than {MAX_BYTES} bytes")
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
 
 
 def _tokens_beside(path: Path, config: dict[str, Any], known: dict[int, AddedToken]) -> list[AddedToken]:
