@@ -417,7 +417,7 @@ def test_several_conversations_are_one_batch(engine: Engine) -> None:
         with pytest.raises(InvalidValueError, match="conversations are a list"):
             engine.chat_all(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="use chat"):
-        engine.chat_all(FRANCE)
+        engine.chat_all(FRANCE)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="no JSON"):
         engine.chat([{"role": "user", "content": b"bytes"}])
     assert not engine.has_unfinished
