@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import threading
 from collections.abc import Callable
@@ -21,7 +22,13 @@ def build(config: Config, send: Callable[[FromEngine], None]) -> BuiltEngine:
     """Return factory.build_process's engine. If C kernels will serve, they are compiled during the imports."""
     if platform_of(config) == "cpu" and config.runtime.attention in ("auto", "native"):
         threading.Thread(target=compile_ahead, name="kernels", daemon=True).start()
-    return importlib.import_module("jaxserve.engine.factory").build_process(config, send)
+    gc.disable()  # it would walk the modules again and again, for 0.5 s of a core, and find nothing
+    try:
+        factory = importlib.import_module("jaxserve.engine.factory")
+    finally:
+        gc.freeze()
+        gc.enable()
+    return factory.build_process(config, send)
 
 
 if __name__ == "__main__":
