@@ -1,9 +1,10 @@
 """Time starts of the demo model, cold and warm, and processor seconds of all their processes, with the phases of each.
 
-    python -m benchmarks.start [--rounds N] [-- FLAGS OF LAUNCH]
+    python -m benchmarks.start [--rounds N] [--before CHECKOUT] [-- FLAGS OF LAUNCH]
 
 Each round has a start with an empty cache and one with the cache that it filled. --against FLAG adds to each round both
-starts with FLAG too, by turns, for a comparison on a machine that others use.
+starts with FLAG too, and --before CHECKOUT those of another version, by turns. The phases are those of the ready card;
+their sum stands behind them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,27 +28,33 @@ import psutil
 PORT = 8931
 POLL = 0.02  # seconds between two questions
 LIMIT = 900.0  # seconds that a start may take
+ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--against", action="append", default=[], help="flags of the other kind of start, as one word")
+    parser.add_argument("--before", type=Path, help="a checkout of another version, whose starts are measured too")
     options, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]
-    kinds = [("as given", flags), *((words, [*flags, *words.split()]) for words in options.against)]
+    kinds = [("as given", flags, ROOT), *((words, [*flags, *words.split()], ROOT) for words in options.against)]
+    if options.before is not None:
+        kinds.insert(0, ("before", flags, options.before.resolve()))
     print("kind, cache, seconds to ready, to the first answer, processor seconds to ready, to the first answer; phases")
     for _ in range(options.rounds):
-        for name, words in kinds:
+        for name, words, checkout in kinds:
             with tempfile.TemporaryDirectory() as cache:
                 for state in ("cold", "warm"):
-                    *values, phases = measure(words, Path(cache))
-                    print(name, state, *(f"{value:.1f}" for value in values), sep=", ", end=f"; {phases}\n", flush=True)
+                    *values, phases = measure(words, Path(cache), checkout)
+                    total = sum(float(seconds) for seconds in re.findall(r" ([\d.]+)(?:,|$)", phases))
+                    print(name, state, *(f"{value:.1f}" for value in values), sep=", ", end="; ")
+                    print(f"{phases}; sum {total:.1f}", flush=True)
 
 
-def measure(flags: list[str], cache: Path) -> tuple[float, float, float, float, str]:
+def measure(flags: list[str], cache: Path, checkout: Path) -> tuple[float, float, float, float, str]:
     """Start a server; return the seconds and processor seconds of a line's columns, and the ready card's phases."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(checkout)}
     command = [
         sys.executable,
         "-m",
@@ -60,7 +68,7 @@ def measure(flags: list[str], cache: Path) -> tuple[float, float, float, float, 
     ]
     began = time.monotonic()
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, env=environment, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:
             while (_get("/health") or {}).get("status") != "ready":
