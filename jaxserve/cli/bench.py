@@ -81,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--api-key", type=api_key)
         command.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")
         command.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to --output-len")
+        command.add_argument(
+            "--token-ids",
+            action="store_true",
+            help="ask for token ids too, which jaxserve and vLLM send: a token without text is timed",
+        )
         command.add_argument("--vocab-size", type=at_least(2), help="random prompts use token ids below it (1000)")
         command.add_argument("--dataset", type=Path, help="JSONL file with prompts, instead of random ones")
         command.add_argument("--trace", type=Path, help="CSV file with TIMESTAMP, ContextTokens, GeneratedTokens")
@@ -208,7 +213,8 @@ def _target(options: argparse.Namespace) -> tuple[str, LoadTarget]:
     if options.plot is not None:
         check_plot(options.plot)
     model = asyncio.run(find_model(options.base_url, options.api_key)) if options.model is None else options.model
-    return kind, LoadTarget(options.base_url, model, options.api_key, options.chat, not options.stop_at_eos)
+    ignore_eos, ids = not options.stop_at_eos, options.token_ids
+    return kind, LoadTarget(options.base_url, model, options.api_key, options.chat, ignore_eos, token_ids=ids)
 
 
 def _fill_defaults(options: argparse.Namespace, kind: str) -> None:

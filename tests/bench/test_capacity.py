@@ -108,3 +108,12 @@ def test_a_server_that_is_too_slow_alone_ends_the_search(url: str, tmp_path: Pat
 def test_a_capacity_needs_a_limit(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "capacity", "--base-url", url]) == 2
     assert "--ttft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 1), (("--token-ids",), 0)])
+def test_tokens_without_text_are_timed_by_their_ids(
+    url: str, tmp_path: Path, flags: tuple[str, ...], code: int
+) -> None:
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text('{"prompt": "silent"}\n')
+    assert main(["bench", "serve", "--base-url", url, "--num-prompts", "1", "--dataset", str(dataset), *flags]) == code
