@@ -23,15 +23,22 @@ MAX_JSON_DEPTH = 256
 _SPACE = re.compile(r"\s*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _JSON_OUTSIDE = re.compile(r"[\s\w.+\-:,]*")  # characters between strings and brackets
-_LAST_WORD = re.compile(r"[A-Za-z_]\w*\Z")
-_PYTHON_WORD = re.compile(r"\b(True|False|None)\b")
-_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_LAST_WORD = re.compile(r"[-\w]+\Z")
+_PYTHON_WORD = re.compile(
+    r"(?<![\w.])(True|False|None|NaN|nan|-?Infinity|-?inf|0[xX][0-9a-fA-F]+|[1-9]\d*(_\d+)+)(?![\w.])"
+)
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null", "nan": "null"} | dict.fromkeys(
+    ("Infinity", "-Infinity", "inf", "-inf"), "null"
+)
+_STRING_PREFIX = re.compile(r"(?<!\w)[bBrRuU]\Z")
+_BRACKETS = {"{": ("}", "}"), "[": ("]", "]"), "(": (")", "]")}  # what closes each, in Python and in JSON
+_BEFORE_VALUES = ("{", "[", "(", ":", ",")
 _IN_PYTHON_STRING = re.compile(r"[^'\\]*")
 _PYTHON_PART = re.compile(r"\\.|\"", re.DOTALL)
 _PYTHON_ESCAPES = {'"': r"\"", r"\'": "'", r"\x": r"\u00", r"\0": r"\u0000"}
 _JSON_ESCAPES = frozenset('"\\/bfnrtu')
 _MARKS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\]]', re.DOTALL)
-_MAX_WORD = 6  # characters; a longer word is not one of _JSON_WORDS
+_MAX_WORD = 32  # characters; a longer word is not one of Python's that are read
 MAX_LAYOUT_CHARS = 64  # characters of white space between two tags of a call
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SCALAR = re.compile(r"[\w.+\-]*")
@@ -243,10 +250,17 @@ class TextReader:
             sink(_JSON_WORDS.get(text, text))
         return size > 0 and not self._exhausted
 
-    def _copy_string(self, sink: Sink, limit: int | None = None) -> Reading[bool]:
-        """Copy a JSON string, or a Python string in single quotes, as a JSON string."""
+    def _copy_string(self, sink: Sink, limit: int | None = None, *, raw: bool = False) -> Reading[bool]:
+        """Copy a string in JSON or Python as a JSON string. raw: it has no escapes"""
+        if quotes := (yield from self.accept("'''", '"""')):
+            pieces: list[str] = []
+            found = yield from self.copy_until((quotes,), pieces.append)
+            text = "".join(pieces)
+            sink('"' + (_raw_escaped(text) if raw else _python_escaped(text)) + '"' * bool(found))
+            return bool(found)
         quote = self._text[self._at]
         inside, convert = (_IN_STRING, _escaped) if quote == '"' else (_IN_PYTHON_STRING, _python_escaped)
+        convert = _raw_escaped if raw else convert
         self._take(self._at + 1)
         sink('"')
         size = 0
@@ -270,36 +284,85 @@ class TextReader:
         return False
 
     def _copy_nested(self, sink: Sink) -> Reading[bool]:  # noqa: C901  a walk over one text, character by character
-        stack: list[str] = []
+        """Copy an object or an array. Tuples and sets in it become arrays. A comma before a bracket is dropped."""
+        stack: list[tuple[str, str]] = []
+        comma = last = prefix = ""  # a comma and the blanks behind it, which wait; the last sign; of a Python string
+
+        def send(text: str) -> None:
+            nonlocal comma
+            text, comma = comma + text, ""
+            if text:
+                sink(text)
+
+        def outside(end: int) -> None:
+            """Send the text up to `end`, which has no strings and brackets, but for a comma at its end."""
+            nonlocal comma, last
+            text, comma = comma + _json_words(self._take(end)), ""
+            signs = text.rstrip()
+            held = text[len(signs) - 1 :] if signs.endswith(",") else ""
+            send(text[: len(text) - len(held)])
+            comma, last = held, signs[-1:] or last
+
         while (yield from self.more()):
             char = self._text[self._at]
             if char in "\"'":
-                if not (yield from self._copy_string(sink)):
+                send("")
+                if not (yield from self._copy_string(sink, raw=prefix in ("r", "R"))):
                     return False
-            elif char in "{[":
+                last, prefix = char, ""
+            elif char in "{[" or (char == "(" and last in _BEFORE_VALUES):
                 if len(stack) >= MAX_JSON_DEPTH:
                     return False
-                stack.append("}" if char == "{" else "]")
-                sink(self._take(self._at + 1))
-            elif char in "}]":
-                if stack.pop() != char:
+                closing, written = _BRACKETS[char]
+                if char == "{" and stack and (yield from self.ahead(self._is_set())):
+                    written = "]"
+                stack.append((closing, written))
+                self._take(self._at + 1)
+                send("{" if written == "}" else "[")
+                last = char
+            elif char in "}]" or (char == ")" and stack[-1][0] == char):
+                closing, written = stack.pop()
+                if closing != char:
+                    send("")
                     return False
-                sink(self._take(self._at + 1))
+                self._take(self._at + 1)
+                comma = comma[1:]
+                send(written)
+                last = char
                 if not stack:
                     return True
             else:
                 match = _JSON_OUTSIDE.match(self._text, self._at)
                 if match is None or match.end() == self._at:
+                    send("")
                     return False
                 end = match.end()
                 if end == len(self._text) and (word := _LAST_WORD.search(self._text, max(self._at, end - _MAX_WORD))):
                     if not self.closed and word.end() - word.start() < _MAX_WORD:
                         if word.start() > self._at:
-                            sink(_json_words(self._take(word.start())))
+                            outside(word.start())
                         yield  # the word may go on
                         continue
-                sink(_json_words(self._take(end)))
+                if end < len(self._text) and self._text[end] in "\"'":
+                    found = _STRING_PREFIX.search(self._text, max(self._at, end - 2), end)
+                    prefix = found[0] if found else ""
+                outside(end - len(prefix))
+                self._take(end)
+        send("")
         return False
+
+    def _is_set(self) -> Reading[bool]:
+        """Return whether a bracket that comes next begins a set of Python."""
+        yield from self.accept("{")
+        yield from self.layout()
+        first = yield from self.peek()
+        if first in ("", "}", "{", "[", "("):
+            return False
+        copy = self._copy_string(_ignore, MAX_HEAD_CHARS) if first in "\"'" else self._copy_scalar(_ignore)
+        if not (yield from copy):
+            return False
+        yield from self.layout()
+        return (yield from self.peek()) in (",", "}")
 
 
 @lru_cache(maxsize=256)
@@ -321,8 +384,21 @@ def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
+def _raw_escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _ignore(text: str) -> None:
+    """Take a text of which only the end matters."""
+
+
 def _json_words(text: str) -> str:
-    return _PYTHON_WORD.sub(lambda match: _JSON_WORDS[match[0]], text)
+    return _PYTHON_WORD.sub(_json_word, text)
+
+
+def _json_word(match: re.Match[str]) -> str:
+    text = match[0]
+    return _JSON_WORDS.get(text) or (str(int(text, 16)) if text[1] in "xX" else text.replace("_", ""))
 
 
 def _python_escaped(text: str) -> str:

@@ -248,10 +248,20 @@ def test_arguments_written_as_a_python_dict_are_json(call: str) -> None:
         "<|too": "kimi_k2",
         "<｜too": "deepseek_v3",
     }
-    written = """{'path': 'it\\'s "q"\\n', 'tags': [True, None, 'None', "x's"], 'n': 1}"""
-    _, calls = calls_of(families.get(call[:5], "harmony"), call.replace("ARGUMENTS", written))
-    wanted = {"path": 'it\'s "q"\n', "tags": [True, None, "None", "x's"], "n": 1}
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("write", wanted)]
+    family = families.get(call[:5], "harmony")
+    for written, wanted in (
+        ("""{'path': 'it\\'s "q"\\n', 'tags': [True, None, 'None', "x's"], 'n': 1}""",
+         {"path": 'it\'s "q"\n', "tags": [True, None, "None", "x's"], "n": 1}),
+        ("""{'path': r'C:\\new', 'tags': ('x', (None,), {'a', "b,"}, {1}), 'n': 1_000, }""",
+         {"path": "C:\\new", "tags": ["x", [None], ["a", "b,"], [1]], "n": 1000}),
+        ("""{"path": '''a"\n''', "tags": [1, 2,], "options": {u'k': {}, 'l': 0x1F,},\n}""",
+         {"path": 'a"\n', "tags": [1, 2], "options": {"k": {}, "l": 31}}),
+        ("""{"path": "(1_0,)", "tags": [NaN, -Infinity, -1_000, 1.5e3, [], ""], "options": {"None": None}}""",
+         {"path": "(1_0,)", "tags": [None, None, -1000, 1500.0, [], ""], "options": {"None": None}}),
+    ):  # fmt: skip
+        content, calls = calls_of(family, call.replace("ARGUMENTS", written))
+        found = [(name, json.loads(arguments)) for name, arguments in calls]
+        assert (content, found) == ("", [("write", wanted)])
 
 
 @pytest.mark.parametrize("parameters", [

@@ -252,7 +252,7 @@ MUTANTS = [
     ("tools/kimi.py", "whole = yield from self.json_arguments()", "whole = False", "kimi_k2"),
     ("reader.py", "min(end + (2 if", "min(end + (1 if", "hermes"),
     ("reader.py", "return _CONTROL.sub(", "return text + _CONTROL.sub(", "mistral"),
-    ("reader.py", "if stack.pop() != char:", "if stack.pop() == char:", "jamba"),
+    ("reader.py", "if closing != char:", "if closing == char:", "jamba"),
     ("reader.py", "self._at = self._holds.pop()", "self._holds.pop()", "glm47"),
     ("reader.py", "self._at -= start", "self._at = 0", "qwen3_coder"),
     ("reader.py", "if open_ends and not self.closed:", "if False:", "internlm"),
