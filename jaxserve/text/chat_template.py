@@ -19,6 +19,7 @@ from jinja2 import nodes
 
 from jaxserve.errors import ConfigError, InvalidValueError
 from jaxserve.text.json_cost import JsonLimits, over_limit
+from jaxserve.text.reader import whole_characters
 from jaxserve.text.sandbox import RenderBudget, RenderLimitError, TemplateEnvironment
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -293,11 +294,17 @@ def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _object(text: str) -> Arguments | None:
-    """Return the object in the JSON text; an empty one for no text or null; None for anything else."""
+    """Return the object in the JSON text; an empty one for no text or null; None for anything else.
+
+    Half a character, which another server may have sent, becomes U+FFFD: a prompt cannot have one.
+    """
     if text.strip() in ("", "null"):
         return Arguments({}, "{}")
     try:
         value = json.loads(text)
+        written = json.dumps(value, ensure_ascii=False) if "\\u" in text else ""
+        if written != (mended := whole_characters(written)):
+            value, text = json.loads(mended), mended
     except (ValueError, RecursionError):
         return None
     return Arguments(value, text) if isinstance(value, dict) else None

@@ -159,6 +159,7 @@ BAD_ARGUMENTS = (
         '{"x": ',
         '{"x": "a',
         '{"x": 1}{"x": 2}',
+        r'{"x": "a\ud83e", "\udd9c": [{"y": "\ud83e\udd9c"}]}',
         "{'x': 1}",
         "look(x=1)",
         "NaN",
@@ -221,6 +222,7 @@ def test_bad_arguments_become_an_object() -> None:
         *((text, "") for text in ("", " ", "null", None)),
         *((text, f"<INVALID_JSON>{text}") for text in ("[1]", '{"x": ', '{"a": 1}{"b": 2}', "1")),
         ({"x": 1}, "<x>1"),
+        (r'{"x": "a\ud83eb", "y": "\ud83e\udd9c"}', "<x>a\ufffdb<y>🦜"),
     ]:
         assert template.render(history(call(given))) == shown
     printing = ChatTemplate(loop + "{{ c.function.arguments }}{% endfor %}")
