@@ -47,6 +47,8 @@ _HEADER = re.compile(
     r"(\s*<\|constrain\|>\s*\w*)?\s*"
 )
 
+_HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "to=functions.")
+
 
 class HarmonyParser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
@@ -83,10 +85,12 @@ class HarmonyParser(ToolParser):
         yield from self._message(header)
 
     def _broken(self, header: str) -> None:
-        """Drop a header that no message follows. Text behind its words belongs to its channel."""
+        """Drop a header that no message follows. Text behind its words belongs to its channel, a part of a word not."""
         self.reader.unmark()
         rest = header[_HEADER.match(header).end() :]  # type: ignore[union-attr]  # it matches the empty text too
-        if not rest or (self.reader.ended and not self.is_whole):
+        if self.reader.ended and (not self.is_whole or any(word.startswith(rest.strip()) for word in _HEADER_WORDS)):
+            return
+        if not rest:
             return
         channels = _CHANNEL_NAME.findall(header)
         if channels and channels[-1] == "analysis":

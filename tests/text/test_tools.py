@@ -349,6 +349,12 @@ def test_a_harmony_header_that_breaks_off_is_not_shown() -> None:
         )
         for deltas in ([text], list(text)):
             assert shape(run("harmony", deltas)) == (content, reasoning, []), header
+    for end in ("<|channel|>fin", "<|channel|>comment", "<|start|>assis", "<|channel|>analysis to"):
+        for whole in (True, False):
+            parser, output = ParserChoice(tool="harmony").make(tools=TOOLS), ParsedOutput()
+            output.add(parser.feed(final + end))
+            output.add(parser.finish(whole=whole))
+            assert shape(output) == ("hi", None, []), end
 
 
 @pytest.mark.parametrize("end", ["<|message|>", "", " <|constrain|>json"])
