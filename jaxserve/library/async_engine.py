@@ -28,7 +28,7 @@ from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.engine.engine import Params, Prompt, content_of, params_for, takes_other_names
 from jaxserve.errors import InvalidValueError, ServerError
-from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of
+from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of, fields_of_all
 from jaxserve.library.serving import config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.calls import LoadAdapter, UnloadAdapter
@@ -163,12 +163,18 @@ class AsyncEngine(async_engine.AsyncEngine):
         return _chunks(answer) if stream else (await routes.whole([answer]))[0]
 
     async def chat_all(
-        self, conversations: Sequence[Sequence[Any]], params: Params | None = None, **fields: Any
+        self, conversations: Sequence[Sequence[Any]], params: Params | Sequence[Params] | None = None, **fields: Any
     ) -> list[ChatCompletion]:
-        """Answer several conversations in one batch. Arguments and errors are those of `chat`."""
+        """Answer several conversations in one batch. Arguments and errors are those of `chat`.
+
+        params: for all, or a list of one for each
+        """
         routes = await self._ready_routes()
-        shared = chat_fields(params, fields) | {"stream": False}
-        return await routes.whole([await routes.begin(shared | {"messages": each}) for each in each_of(conversations)])
+        own = fields_of_all(len(each_of(conversations)), params, fields)
+        each = zip(conversations, own, strict=True)
+        return await routes.whole(
+            [await routes.begin(own | {"messages": messages, "stream": False}) for messages, own in each]
+        )
 
 
 async def _chunks(answer: ChatAnswer) -> AsyncGenerator[ChatCompletionChunk, None]:

@@ -30,7 +30,7 @@ from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.engine.engine import Params, Prompt, TextEngine
 from jaxserve.errors import InvalidValueError
-from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of
+from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of, fields_of_all
 from jaxserve.library.serving import LoopThread, config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
@@ -148,12 +148,16 @@ class Engine(TextEngine):
         return routes.chunks(answer) if stream else routes.loop.run(routes.whole([answer]))[0]
 
     def chat_all(
-        self, conversations: Sequence[Sequence[Any]], params: Params | None = None, **fields: Any
+        self, conversations: Sequence[Sequence[Any]], params: Params | Sequence[Params] | None = None, **fields: Any
     ) -> list[ChatCompletion]:
-        """Answer several conversations in one batch. Arguments and errors are those of `chat`."""
+        """Answer several conversations in one batch. Arguments and errors are those of `chat`.
+
+        params: for all, or a list of one for each
+        """
         routes = self._ready_routes()
-        shared = chat_fields(params, fields) | {"stream": False}
-        answers = [routes.conversation(shared | {"messages": messages}) for messages in each_of(conversations)]
+        own = fields_of_all(len(each_of(conversations)), params, fields)
+        each = zip(conversations, own, strict=True)
+        answers = [routes.conversation(own | {"messages": messages, "stream": False}) for messages, own in each]
         return routes.loop.run(routes.whole(answers))
 
     def _ready_routes(self) -> _Routes:

@@ -165,6 +165,8 @@ def chat_fields(params: Params | None, fields: Mapping[str, Any]) -> dict[str, A
         raise InvalidValueError("params and sampling_params are the same; give one", param="params")
     if (params := named if params is None else params) is None:
         return given_fields
+    if isinstance(params, list | tuple) and len(params) != 1:
+        raise InvalidValueError("a conversation has one params; chat_all takes a list, one for each", param="params")
     (params,) = params_for([""], params)
     given = msgspec.structs.asdict(params)
     usual = msgspec.structs.asdict(SamplingParams())
@@ -196,6 +198,22 @@ def _structured(grammar: GrammarSpec) -> dict[str, Any]:
             return {"regex": grammar.source}
         case _:
             return {"grammar": grammar.source}
+
+
+def fields_of_all(
+    count: int, params: Params | Sequence[Params] | None, fields: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the fields of each of `count` conversations, see `chat_fields`.
+
+    params: for all, or a list of one for each
+    """
+    given_fields = dict(fields)
+    several = given_fields.pop("sampling_params", None) if params is None else params
+    if not isinstance(several, list | tuple):
+        return [chat_fields(params, fields)] * count
+    if len(several) != count:
+        raise InvalidValueError(f"there are {count} conversations and {len(several)} params", param="params")
+    return [chat_fields(each, given_fields) for each in several]
 
 
 def _inputs(texts: Any) -> Any:

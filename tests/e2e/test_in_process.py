@@ -411,6 +411,16 @@ def test_several_conversations_are_one_batch(engine: Engine) -> None:
     ]
     with pytest.raises(InvalidValueError, match="no_such"):
         engine.chat_all([FRANCE], no_such=1)
+    short = SamplingParams(max_tokens=2, temperature=0)
+    for own, lengths in (
+        (engine.chat_all([FRANCE, WEATHER], [short, {"max_tokens": 6, "temperature": 0}]), [2, 6]),
+        (engine.chat_all([FRANCE, WEATHER], sampling_params=(short, short)), [2, 2]),
+    ):
+        assert [plain(each)["usage"]["completion_tokens"] for each in own] == lengths
+    with pytest.raises(InvalidValueError, match="there are 2 conversations and 1 params"):
+        engine.chat_all([FRANCE, WEATHER], [short])
+    with pytest.raises(InvalidValueError, match="chat_all takes a list"):
+        engine.chat(FRANCE, sampling_params=[short, short])
     with pytest.raises(InvalidValueError, match="use chat_all"):
         engine.chat([FRANCE, WEATHER])
     for wrong in (None, 3, "text", b"text"):
