@@ -160,6 +160,7 @@ _R = TypeVar("_R")
 def takes_other_names(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let a method take other engines' names of its arguments. The others are an InvalidValueError, not a TypeError."""
     signature = inspect.signature(method)
+    has_options = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())  # it checks them itself
 
     @functools.wraps(method)
     def call(*args: _P.args, **named: _P.kwargs) -> _R:
@@ -168,7 +169,7 @@ def takes_other_names(method: Callable[_P, _R]) -> Callable[_P, _R]:
             own = name if name in signature.parameters else _OTHER_NAMES.get(name, name)
             if own in given:
                 raise InvalidValueError(f"{own} is given twice, once as {name}", param=name)
-            if own in _INSTEAD and own not in signature.parameters:
+            if own in _INSTEAD and not has_options and own not in signature.parameters:
                 if value is not None and value is not False:
                     raise InvalidValueError(f"{method.__name__} has no {name}: use {_INSTEAD[name]}", param=name)
                 continue

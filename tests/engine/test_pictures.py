@@ -12,7 +12,7 @@ from jaxserve.engine.factory import build_engine, load
 from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.runtime.mesh import make_mesh
 from tests.fakes import make_request, run_all
-from tests.models.picture_cases import END, PAD, START
+from tests.models.picture_cases import PAD
 from tests.models.test_pictures import GOLDENS, pictures_of, write_case
 from tests.quick import quick_programs
 
@@ -38,7 +38,7 @@ def test_an_engine_takes_pictures(tmp_path: Path):
     info = built.info.pictures
     assert info is not None
     assert (info.kind, info.patch_size, info.merge_size, info.width) == ("qwen3_vl", 4, 2, 48)
-    assert (info.token_id, info.start_token_id, info.end_token_id, info.max_tokens) == (PAD, START, END, 128)
+    assert (info.token_id, info.max_tokens) == (PAD, 128)
     ids, pictures = pictures_of("five")
     found = run_all(built.core, [make_request("a", ids, pictures=pictures, max_tokens=6)])
     assert found["a"].token_ids == np.load(GOLDENS / f"{CASE}.npz")["five_greedy"].tolist()
