@@ -44,6 +44,10 @@ def test_an_async_engine_has_the_methods_of_an_engine() -> None:
             assert outputs[0].num_prompt_tokens == len(engine.tokenizer.encode("Hello"))
             with pytest.raises(InvalidValueError, match="no_such"):
                 await engine.chat(MESSAGES, no_such=1)
+            with pytest.raises(InvalidValueError, match="generate has no no_such"):
+                engine.generate("Hello", no_such=1)  # type: ignore[call-arg]
+            again = engine.generate(prompt="Hello", sampling_params={"max_tokens": 100}, request_id="x", priority=1)  # type: ignore[call-arg]
+            assert "".join([output.text async for output in again]) == ANSWER
             with pytest.raises(InvalidValueError, match="not bytes"):
                 engine.generate(b"x")  # type: ignore[arg-type]
             with pytest.raises(InvalidValueError, match="params and sampling_params"):
