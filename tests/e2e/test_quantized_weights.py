@@ -35,17 +35,19 @@ def answers(engine: Engine) -> list[Any]:
     return [(one.token_ids, one.logprobs) for [one] in rows]
 
 
-# the kernels of each kind are held to the wide numbers by tests/ops; int4 has the most parts
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8")), "int4"])
+# The kernels of each kind are held to the wide numbers by tests/ops, and an engine by the checkpoint below. A kind
+# takes 85 s: the bits are equal only in programs that XLA optimises as for a user.
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 def test_tokens_are_those_of_the_wide_numbers(kind: str, compile_cache: str) -> None:
-    with quick_programs(), Engine(compile_cache=compile_cache, quantization=kind, **FEW_PAGES) as engine:
+    with Engine(compile_cache=compile_cache, quantization=kind, **FEW_PAGES) as engine:
         found, specs, leaves = answers(engine), engine.runner.structure.specs, iter(engine.runner.leaves)
         wide = []
         for parts in by_parameter(specs):
             held = {spec.packing and spec.packing.role: next(leaves) for spec in parts}
             plain = held[None] if None in held else Quantized(held["values"], held["scales"])
             wide.append(plain.astype(jnp.float32))
-    with quick_programs(), Engine(compile_cache=compile_cache, dtype="float32", **FEW_PAGES) as engine:
+    with Engine(compile_cache=compile_cache, dtype="float32", **FEW_PAGES) as engine:
         engine.update_weights(wide)
         assert answers(engine) == found
 
