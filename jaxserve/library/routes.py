@@ -151,7 +151,7 @@ _OF_THE_ROUTE = {
 }
 
 
-def chat_fields(params: Params | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+def chat_fields(params: Params | Sequence[Params] | None, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the route: sampling parameters under its names, and `fields`, which replace them.
 
     `sampling_params` among the fields is vLLM's name of `params`. Raises InvalidValueError for a parameter that the
