@@ -233,10 +233,14 @@ def test_published_configurations_are_planned() -> None:
             continue
         structure = build(config.replace(quantization="stored"), jnp.dtype("bfloat16"))
         assert config.stored_form is not None, file.name
+        if "Step-3.7-Flash-FP8" in file.name:
+            with pytest.raises(ModelLoadError, match="one tensor of all experts in fp8 is not read"):
+                published_size(structure)
+            continue
         size, form = published_size(structure).num_bytes, config.stored_form
         wide = {part.name: part for spec in structure.specs if spec.packing is None for part in spec.parts}
         # Input projections of recurrent layers in FP8 take 16 bits in memory.
-        projections = [name for name in wide if ".in_proj_" in name and form.of(name.removesuffix(".weight"))]
+        projections = [name for name in wide if ".in_proj" in name and form.of(name.removesuffix(".weight"))]
         size += sum(math.prod(wide[name].shape) for name in projections)
         more = 1.005 if "NVFP4" in file.name else 1.04  # FP8's scale of a block is held for each of its rows
         assert size <= structure.num_bytes <= more * size, (file.name, size, structure.num_bytes)

@@ -89,18 +89,20 @@ def format_of(part: Part, tensors: Tensors) -> Method | None:
         return "gpt-oss"
     module = part.name.removesuffix(".weight")
     method = _stored_format(module, tensors, tensors.get(part.name, tensors.get(f"{module}.weight_packed")))
-    if method is not None:
-        _check_experts(part, method)
+    if method is not None and (part.transpose is not None or _of_experts_in_fp8(part, method)):
+        raise _not_read(part, method)
     return method
 
 
-def _check_experts(part: Part, method: Method) -> None:
-    """Raise ModelLoadError for experts in one tensor whose axes are in another order, or whose scales are FP8's."""
-    if part.transpose is not None or (method == "fp8" and len(part.shape) > 2):
-        raise ModelLoadError(
-            f"{part.name}: one tensor of all experts in {method} is not read",
-            fix="name a checkpoint with a tensor for each expert",
-        )
+def _of_experts_in_fp8(part: Part, method: Method) -> bool:
+    return method == "fp8" and len(part.shape) > 2
+
+
+def _not_read(part: Part, method: Method) -> ModelLoadError:
+    return ModelLoadError(
+        f"{part.name}: one tensor of all experts in {method} is not read",
+        fix="name a checkpoint with a tensor for each expert",
+    )
 
 
 def _stored_format(module: str, tensors: Tensors, values: Tensor | None) -> Method | None:
@@ -188,10 +190,10 @@ def _fp8_scale(part: Part, block: Block | None, tensors: Tensors) -> dict[str, S
 def float_bytes(part: Part, method: Method, block: Block | None) -> int:
     """Return the bytes of a part's published tensors. FP8's scales have 4 bytes, of a tensor's scale there is one.
 
-    Raises ModelLoadError for a part that is not read, see `format_of`.
+    Raises ModelLoadError for experts in one tensor of FP8 in blocks, which are not read.
     """
-    if method != "gpt-oss":
-        _check_experts(part, method)
+    if block is not None and _of_experts_in_fp8(part, method):
+        raise _not_read(part, method)
     layout, count = _FORMATS[method], math.prod(part.shape)
     if layout.group is not None:
         return count // layout.per_byte + count // layout.group + 4 * layout.of_tensor

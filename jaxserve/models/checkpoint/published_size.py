@@ -17,7 +17,8 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.stored_form import HELD_BLOCKS
 from jaxserve.models.weights import Part
 
-_NEVER = ("embed_tokens", "lm_head", "norm", ".gate.")  # embeddings, head, norms and routers are not quantized
+# embeddings, head, norms, routers and convolutions are not quantized
+_NEVER = ("embed_tokens", "lm_head", "norm", ".gate.", "conv1d")
 _HALF_BYTES = 2  # bytes of an unquantized value in a quantized checkpoint; gpt-oss does not state it
 
 
