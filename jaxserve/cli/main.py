@@ -135,8 +135,8 @@ def imported(name: str) -> Any:
     """Import the module of a command.
 
     During the import Ctrl-C ends the process without KeyboardInterrupt, because an extension module may print a
-    traceback for it. The garbage collector leaves the modules alone: it would walk them again and again, for 0.4 s of
-    the server's 2 s, and find nothing.
+    traceback for it. The garbage collector leaves the modules alone: it would walk them again and again, which
+    takes 0.5 s of a warm start (docs/experiments/start.md), and find nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
     quiet = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
