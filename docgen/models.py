@@ -83,7 +83,7 @@ ROWS = (
     Row("Nemotron-H, Nemotron 3", "4B to 56B; 30B-A3B, 120B-A12B", ("NemotronH",)),
     Row("Kimi-Linear", "48B-A3B", ("KimiLinear",)),
     Row("ERNIE 4.5", "0.3B", ("Ernie4_5",), _QWEN),
-    Row("ERNIE 4.5 MoE", "21B-A3B, 300B-A47B", ("Ernie4_5_Moe",), _QWEN),
+    Row("ERNIE 4.5 MoE", "21B-A3B, 300B-A47B", ("Ernie4_5_Moe",), ("hermes", "ernie45")),
     Row("EXAONE 4, K-EXAONE", "32B; 236B-A23B", ("Exaone4", "ExaoneMoe"), _QWEN),
     Row("Qwen2-MoE", "A2.7B, 57B-A14B", ("Qwen2Moe",)),
     Row("OLMoE", "1B-7B", ("Olmoe",)),

@@ -222,6 +222,7 @@ class ThinkTags:
     always: the model thinks though neither the prompt nor its output opens the tag
     calls: tool calls that end the thinking without its closing tag
     tokens: special tokens of the tags, if a tag is more than one token
+    answer: tags around the answer, which are dropped with the white space inside them; (): there are none
     """
 
     start: str = "<think>"
@@ -229,6 +230,7 @@ class ThinkTags:
     always: bool = False
     calls: tuple[CallOpening, ...] = ()
     tokens: tuple[str, ...] = ()
+    answer: tuple[str, ...] = ()
 
     @property
     def are_sentences(self) -> bool:
@@ -369,13 +371,14 @@ class LaterThoughts:
         self._tags, self._keep, self._calls = tags, keep, calls
         self.thinking = self.reasoned = False
         self._mentions = 0  # start tags that stayed, less the end tags that stayed
+        self._closes: tuple[str, ...] = ()  # what ends an answer that has begun with a tag
         self._events: list[Event] = []
         self._begin()
 
     def _begin(self) -> None:
         self._reader = TextReader()
         self._run = self._parts()
-        self._seeks_tag = True  # `_parts` waits for the next tag
+        self._seeks_tag = not self._tags.answer  # `_parts` waits for the next tag
         self._code = _CodeMarks()
         self._last = ""  # the last character sent since the beginning or the last call
         self._space = ""  # white space of a block, dropped if the block ends here
@@ -384,7 +387,8 @@ class LaterThoughts:
     def feed(self, text: str) -> list[Event]:
         """Return the events that this text completes."""
         tags = self._tags
-        if self._seeks_tag and self._reader.is_empty and tags.start[0] not in text and tags.end[0] not in text:
+        is_plain = tags.start[0] not in text and tags.end[0] not in text and not (self._closes and "\n" in text)
+        if self._seeks_tag and self._reader.is_empty and is_plain:
             self._content(text)  # the common case
         else:
             self._reader.push(text)
@@ -403,8 +407,15 @@ class LaterThoughts:
 
     def _parts(self) -> Reading[None]:
         start, end = self._tags.start, self._tags.end
-        while marker := (yield from self._reader.copy_until((start, end), self._content)):
+        if self._tags.answer and not self._closes:
+            yield from self._answer_opens(*self._tags.answer)
+        while marker := (yield from self._reader.copy_until((start, end, *self._closes), self._content)):
             self._seeks_tag = False
+            if marker in self._closes and not self._code.inside:
+                self._closes = ()
+                yield from self._reader.space()
+                self._seeks_tag = True
+                continue
             is_mention = self._code.inside or self._last in tuple("\"'“‘«")
             if self._tags.are_sentences:
                 is_mention = is_mention or not (self.reasoned and self._code.is_line_blank)
@@ -429,6 +440,16 @@ class LaterThoughts:
                 if self._keep or (self._last and not self._last.isspace()):
                     self._content(space)
             self._seeks_tag = True
+
+    def _answer_opens(self, first: str, last: str) -> Reading[None]:
+        """Drop the tag in front of the answer, if it is there, and look for the one behind it."""
+        space = yield from self._reader.space()
+        if (yield from self._reader.accept(first)):
+            yield from self._reader.space()
+            self._closes = (f"\n{last}", last)
+        else:
+            self._content(space)
+        self._seeks_tag = True
 
     def _opens(self) -> Reading[bool]:
         """Return whether the start tag that was read opens a block."""
@@ -533,6 +554,7 @@ REASONING_FAMILIES: dict[str, ThinkTags] = {
     "gemma4": ThinkTags("<|channel>thought", "<channel|>", tokens=("<|channel>",)),
     "apertus": ThinkTags("<|inner_prefix|>", "<|inner_suffix|>"),
     "cohere": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "ernie45": ThinkTags(calls=TOOL_FORMATS["hermes"].openings, answer=("<response>", "</response>")),
     "granite": ThinkTags("Here is my thought process:", "Here is my response:"),
 }
 
@@ -562,7 +584,7 @@ REASONING_ALIASES: dict[str, str] = {
     "minimax_m2": "deepseek_r1",
     "interns1": "qwen3",
     "olmo3": "deepseek_v3",
-    "ernie45": "deepseek_v3",
+    "ernie_x1": "ernie45",
     "mimo": "qwen3",
     "lfm2": "deepseek_v3",
     "step3p5": "deepseek_v3",
@@ -593,6 +615,8 @@ def _think_family(template: str) -> str:
     """
     if "<|tool_calls_section_begin|>" in template:
         return "kimi_k2"
+    if "<response>" in template:
+        return "ernie45"
     if "<arg_key>" in template:
         return "glm45"
     if "<tool_call>" in template:

@@ -68,6 +68,10 @@ CASES = [
         "```\n<think>\nx\n</think>\n```\nb",
     ),
     ("mistral", "", "[THINK]a[/THINK]b[/THINK]\n[THINK]c[/THINK]d", "a\nc", "b\nd"),
+    ("ernie45", "<think>\n", "a\n</think>\n\n<response>\nb\n\nc\n</response>\n", "a", "b\n\nc"),
+    ("ernie45", "<think>\n", "a\n</think>\n\nb </response>\n", "a", "b </response>\n"),
+    ("ernie45", "", "<think>a</think><response>`</response>` ends it</response>", "a", "`</response>` ends it"),
+    ("ernie45", "<think>", "a</think><response>cut by the le", "a", "cut by the le"),
     (
         "granite",
         "",
@@ -432,6 +436,7 @@ def test_chosen_by_collected_templates(shared_data: Any) -> None:
 # family -> how its template writes calls and thinking, and the formats that are chosen
 SIGNS = {
     "Qwen3, EXAONE 4, ERNIE 4.5, Granite 4, MiMo-7B": ("<tool_call> {\"name\": <think>", "hermes", "qwen3"),
+    "ERNIE 4.5 Thinking": ("<tool_call> {\"name\": </think> <response>", "hermes", "ernie45"),
     "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.7": (
         "<function=' <parameter=' + args_name + '>\\n' }} <tool_call> <think>", "qwen3_coder", "qwen3"),
     "MiMo V2": ("<function=' <parameter=' + args_name + '>' }} <tool_call> <think>", "mimo", "qwen3"),
