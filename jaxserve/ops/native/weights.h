@@ -218,6 +218,18 @@ INLINE vector e2m1_at(Form form, const char* at, int v) {
 INLINE integers int4_at(const char* at, int v) {
   return (integers)(from_bytes(at + v * LANES % 16) >> (v * LANES < 16 ? 0 : 4) & 15);
 }
+#if defined(__AVX2__) && defined(__F16C__)
+// Twice the numbers. The scales of the group are half as large.
+INLINE vector e2m1_at(Form form, const char* at, int v) {
+  const __m128i doubled = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  const int high = form == NVFP4 ? v % 2 : v / 2, second = form == NVFP4 ? v / 2 : v % 2;
+  __m128i codes = _mm_loadu_si128((const __m128i*)at);
+  if (high) codes = _mm_srli_epi16(codes, 4);
+  __m128i bytes = _mm_shuffle_epi8(doubled, _mm_and_si128(codes, _mm_set1_epi8(15)));
+  if (second) bytes = _mm_unpackhi_epi64(bytes, bytes);
+  return __builtin_convertvector((integers)_mm256_cvtepi8_epi32(bytes), vector);
+}
+#else
 INLINE words nvfp4_at(const char* at, int v) {
   const int place = v * LANES;  // of its first number
   return from_bytes(at + place / 16 * 8 + place % 8) >> (place % 16 < 8 ? 0 : 4) & 15;
@@ -229,6 +241,7 @@ INLINE vector e2m1_at(Form form, const char* at, int v) {
   vector half = __builtin_convertvector((integers)(magnitude & small), vector) * 0.5f;
   return (vector)((words)(wide + half) | (codes & 8) << 28);
 }
+#endif
 #endif
 
 // Group `index` of row `row`. zeros: whether w may have them, known when this is compiled. FP8 has none.
@@ -249,6 +262,9 @@ INLINE Group group_at(const Weight* w, Form form, bool zeros, int64_t row, int64
     const vector numbers = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
     group.table = numbers * group.scale;
     if (form == NVFP4) group.second_table = numbers * group.second_scale;
+#elif defined(__AVX2__) && defined(__F16C__)
+    group.scale *= 0.5f;
+    group.second_scale *= 0.5f;
 #endif
     return group;
   }
