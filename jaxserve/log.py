@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -196,11 +196,28 @@ class TokenCounts(Protocol):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What a request used, for its line in the log. started: time.perf_counter() when it arrived"""
+    """What a request used, for its line in the log, and how far it is. started: time.perf_counter() when it arrived
+
+    on_ended: called with the numbers of prompts that have ended and that it has
+    """
 
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # seconds since it arrived
     used: list[TokenCounts] = field(default_factory=list)
+    prompts: int = 0
+    ended: int = 0  # prompts
+    on_ended: Callable[[int, int], None] | None = None
+
+    def note_begin(self, used: TokenCounts, prompts: int) -> None:
+        """Note a generation: its counts, which it changes as it runs, and its number of prompts."""
+        self.used.append(used)
+        self.prompts += prompts
+
+    def note_ended(self) -> None:
+        """Note that a prompt has ended."""
+        self.ended += 1
+        if self.on_ended is not None:
+            self.on_ended(self.ended, self.prompts)
 
     def note_first_token(self, now: float) -> None:
         """Note a first token at time.perf_counter() `now`. The first one of all choices counts."""

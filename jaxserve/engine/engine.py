@@ -351,11 +351,11 @@ class TextEngine:
         results = {each.request_id: Completion() for group in groups for each in group}
         try:
             self._queue(groups, lambda request: results[request.request_id].add)
-            with _bar(len(results), shown=progress) as show:
+            with progress_bar("completion", shown=progress) as show:
                 while not self._sequences.keys().isdisjoint(results):
                     self._run_step()
                     if progress:
-                        show(len(results) - len(self._sequences.keys() & results.keys()))
+                        show(len(results) - len(self._sequences.keys() & results.keys()), len(results))
                     self._check_runs()
         finally:
             self._abort(results)
@@ -685,17 +685,21 @@ def _one_params(params: Any) -> SamplingParams:
 
 
 @contextlib.contextmanager
-def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar of `total` completions on stderr. Yields a function of the number that is finished."""
+def progress_bar(unit: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr. Yields a function of the numbers that are finished and that there are."""
     if not shown:
-        yield lambda finished: None
+        yield lambda finished, total: None
         return
     from tqdm import tqdm  # noqa: PLC0415  few ask for a bar
 
-    with tqdm(total=total, unit="completion", dynamic_ncols=True) as bar:
+    class Bar(tqdm):
+        monitor_interval = 0  # tqdm's thread would outlive the engine
 
-        def show(finished: int) -> None:
+    with Bar(total=0, unit=unit, dynamic_ncols=True) as bar:
+
+        def show(finished: int, total: int) -> None:
+            bar.total = total
             bar.update(finished - bar.n)
 
         yield show
-        show(total)
+        bar.refresh()  # `update` leaves out what comes too soon after the last one

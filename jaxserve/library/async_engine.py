@@ -28,7 +28,7 @@ from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.engine.engine import Params, Prompt, content_of, params_for, takes_other_names
 from jaxserve.errors import InvalidValueError, ServerError
-from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of, fields_of_all
+from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of, fields_of_all, shown_progress
 from jaxserve.library.serving import config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.calls import LoadAdapter, UnloadAdapter
@@ -127,19 +127,27 @@ class AsyncEngine(async_engine.AsyncEngine):
 
     async def embed(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> np.ndarray:
         """Return the embedding of each text, float32 [n, D], as POST /v1/embeddings does. Raises RequestError."""
-        return await (await self._ready_routes()).embed(texts, fields)
+        routes = await self._ready_routes()
+        with shown_progress(fields, "text"):
+            return await routes.embed(texts, fields)
 
     async def score(self, queries: str | Sequence[str], documents: str | Sequence[str], **fields: Any) -> list[float]:
         """Return the score of each pair, as POST /v1/score does. One query is scored with every document."""
-        return await (await self._ready_routes()).score(queries, documents, fields)
+        routes = await self._ready_routes()
+        with shown_progress(fields, "pair"):
+            return await routes.score(queries, documents, fields)
 
     async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> list[RerankResult]:
         """Return the documents by their relevance to a query, the best first, as POST /v1/rerank does."""
-        return await (await self._ready_routes()).rerank(query, documents, fields)
+        routes = await self._ready_routes()
+        with shown_progress(fields, "document"):
+            return await routes.rerank(query, documents, fields)
 
     async def classify(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> list[ClassAnswer]:
         """Return the most likely label of each text and the probability of every label, as POST /v1/classify does."""
-        return await (await self._ready_routes()).classify(texts, fields)
+        routes = await self._ready_routes()
+        with shown_progress(fields, "text"):
+            return await routes.classify(texts, fields)
 
     @overload
     async def chat(
@@ -159,8 +167,11 @@ class AsyncEngine(async_engine.AsyncEngine):
         Arguments and errors are those of `Engine.chat`. Closing the stream aborts.
         """
         routes = await self._ready_routes()
-        answer = await routes.begin({"messages": messages, "stream": stream} | chat_fields(params, fields))
-        return _chunks(answer) if stream else (await routes.whole([answer]))[0]
+        if stream:
+            return _chunks(await routes.begin({"messages": messages, "stream": True} | chat_fields(params, fields)))
+        with shown_progress(fields, "conversation"):
+            answer = await routes.begin({"messages": messages, "stream": False} | chat_fields(params, fields))
+            return (await routes.whole([answer]))[0]
 
     async def chat_all(
         self, conversations: Sequence[Sequence[Any]], params: Params | Sequence[Params] | None = None, **fields: Any
@@ -170,11 +181,12 @@ class AsyncEngine(async_engine.AsyncEngine):
         params: for all, or a list of one for each
         """
         routes = await self._ready_routes()
-        own = fields_of_all(len(each_of(conversations)), params, fields)
-        each = zip(conversations, own, strict=True)
-        return await routes.whole(
-            [await routes.begin(own | {"messages": messages, "stream": False}) for messages, own in each]
-        )
+        with shown_progress(fields, "conversation"):
+            own = fields_of_all(len(each_of(conversations)), params, fields)
+            each = zip(conversations, own, strict=True)
+            return await routes.whole(
+                [await routes.begin(own | {"messages": messages, "stream": False}) for messages, own in each]
+            )
 
 
 async def _chunks(answer: ChatAnswer) -> AsyncGenerator[ChatCompletionChunk, None]:

@@ -30,7 +30,7 @@ from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.engine.engine import Params, Prompt, TextEngine
 from jaxserve.errors import InvalidValueError
-from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of, fields_of_all
+from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of, fields_of_all, shown_progress
 from jaxserve.library.serving import LoopThread, config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
@@ -62,7 +62,8 @@ class Engine(TextEngine):
     (`max_num_seqs=8`), or arguments of vLLM's LLM or SGLang's Engine that mean the same (`tensor_parallel_size=2`);
     alternatively pass a whole `config`. Raises ConfigError.
 
-    Its methods may be called in several threads. Ctrl-C takes effect between two steps.
+    Its methods may be called in several threads. Ctrl-C takes effect between two steps. With `progress=True`, or
+    vLLM's `use_tqdm=True`, the methods that answer show a bar on stderr.
     """
 
     _end_routes: Callable[[], object] = staticmethod(lambda: None)  # nothing was asked as over HTTP
@@ -85,7 +86,8 @@ class Engine(TextEngine):
         Raises RequestError, also if the model makes no embeddings or the route has no such field.
         """
         routes = self._ready_routes()
-        return routes.loop.run(routes.embed(texts, fields))
+        with shown_progress(fields, "text"):
+            return routes.loop.run(routes.embed(texts, fields))
 
     def score(self, queries: str | Sequence[str], documents: str | Sequence[str], **fields: Any) -> list[float]:
         """Return the score of each pair, as POST /v1/score does. One query is scored with every document.
@@ -93,7 +95,8 @@ class Engine(TextEngine):
         fields: of the route, such as instruction. Raises RequestError.
         """
         routes = self._ready_routes()
-        return routes.loop.run(routes.score(queries, documents, fields))
+        with shown_progress(fields, "pair"):
+            return routes.loop.run(routes.score(queries, documents, fields))
 
     def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> list[RerankResult]:
         """Return the documents by their relevance to a query, the best first, as POST /v1/rerank does.
@@ -101,7 +104,8 @@ class Engine(TextEngine):
         fields: of the route, such as top_n. Raises RequestError.
         """
         routes = self._ready_routes()
-        return routes.loop.run(routes.rerank(query, documents, fields))
+        with shown_progress(fields, "document"):
+            return routes.loop.run(routes.rerank(query, documents, fields))
 
     def classify(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> list[ClassAnswer]:
         """Return the most likely label of each text and the probability of every label, as POST /v1/classify does.
@@ -109,7 +113,8 @@ class Engine(TextEngine):
         fields: of the route. Raises RequestError, also if the model has no labels.
         """
         routes = self._ready_routes()
-        return routes.loop.run(routes.classify(texts, fields))
+        with shown_progress(fields, "text"):
+            return routes.loop.run(routes.classify(texts, fields))
 
     @overload
     def chat(
@@ -144,8 +149,12 @@ class Engine(TextEngine):
         chat template or the tokenizer does not fit the model.
         """
         routes = self._ready_routes()
-        answer = routes.conversation({"messages": messages, "stream": stream} | chat_fields(params, fields))
-        return routes.chunks(answer) if stream else routes.loop.run(routes.whole([answer]))[0]
+        if stream:
+            given = {"messages": messages, "stream": True} | chat_fields(params, fields)
+            return routes.chunks(routes.conversation(given))
+        with shown_progress(fields, "conversation"):
+            answer = routes.conversation({"messages": messages, "stream": False} | chat_fields(params, fields))
+            return routes.loop.run(routes.whole([answer]))[0]
 
     def chat_all(
         self, conversations: Sequence[Sequence[Any]], params: Params | Sequence[Params] | None = None, **fields: Any
@@ -155,10 +164,11 @@ class Engine(TextEngine):
         params: for all, or a list of one for each
         """
         routes = self._ready_routes()
-        own = fields_of_all(len(each_of(conversations)), params, fields)
-        each = zip(conversations, own, strict=True)
-        answers = [routes.conversation(own | {"messages": messages, "stream": False}) for messages, own in each]
-        return routes.loop.run(routes.whole(answers))
+        with shown_progress(fields, "conversation"):
+            own = fields_of_all(len(each_of(conversations)), params, fields)
+            each = zip(conversations, own, strict=True)
+            answers = [routes.conversation(own | {"messages": messages, "stream": False}) for messages, own in each]
+            return routes.loop.run(routes.whole(answers))
 
     def _ready_routes(self) -> _Routes:
         with self._lock.held():

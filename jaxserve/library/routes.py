@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,11 +35,14 @@ from jaxserve.api.scoring.protocol import (
 )
 from jaxserve.api.scoring.routes import answer_classify, answer_rerank, answer_score
 from jaxserve.api.state import EngineProtocol, ServerState, check_pictures, check_template, check_vocabulary
-from jaxserve.engine.engine import Params, params_for
+from jaxserve.engine.engine import Params, params_for, progress_bar
 from jaxserve.errors import InvalidValueError
+from jaxserve.log import recorded_request
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import make_tracing
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
+
+_PROGRESS = ("progress", "use_tqdm")  # ours, and vLLM's for the same
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -124,6 +128,18 @@ class Routes:
         return [ChatCompletion.model_validate_json(orjson.dumps(task.result())) for task in tasks]
 
 
+@contextlib.contextmanager
+def shown_progress(fields: dict[str, Any], unit: str) -> Iterator[None]:
+    """Show a bar of the prompts that end during the body, if `fields` have progress, or use_tqdm as vLLM calls it.
+
+    The two are taken out of `fields`, because no route has them.
+    """
+    asked = [fields.pop(name, False) for name in _PROGRESS]
+    with recorded_request() as record, progress_bar(unit, shown=any(asked)) as show:
+        record.on_ended = show
+        yield
+
+
 def each_of(conversations: Any) -> Sequence[Any]:
     """Return several conversations. Raises InvalidValueError for what is no list, and for one conversation."""
     if isinstance(conversations, str | bytes | Mapping) or not isinstance(conversations, Sequence):
@@ -158,8 +174,9 @@ def chat_fields(params: Params | Sequence[Params] | None, fields: Mapping[str, A
     route lacks.
     """
     given_fields = dict(fields)
-    if given_fields.pop("use_tqdm", False):
-        raise InvalidValueError("a conversation shows no progress: leave use_tqdm out", param="use_tqdm")
+    for name in _PROGRESS:
+        if given_fields.pop(name, False):
+            raise InvalidValueError(f"a stream shows no progress: leave {name} out", param=name)
     named = given_fields.pop("sampling_params", None)
     if params is not None and named is not None:
         raise InvalidValueError("params and sampling_params are the same; give one", param="params")

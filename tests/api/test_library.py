@@ -28,7 +28,7 @@ async def told(engine: AsyncEngine, link: FakeLink, **changes: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_an_async_engine_has_the_methods_of_an_engine() -> None:
+def test_an_async_engine_has_the_methods_of_an_engine(capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         link = FakeLink()
         link.script = lambda prompt, params: ANSWER
@@ -37,7 +37,8 @@ def test_an_async_engine_has_the_methods_of_an_engine() -> None:
             assert whole.choices[0].message.content == ANSWER
             chunks = [chunk async for chunk in await engine.chat(MESSAGES, stream=True, max_tokens=100)]
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
-            both = await engine.chat_all([MESSAGES, MESSAGES], sampling_params={"max_new_tokens": 100})
+            both = await engine.chat_all([MESSAGES, MESSAGES], sampling_params={"max_new_tokens": 100}, progress=True)
+            assert "2/2" in capfd.readouterr().err
             assert [each.choices[0].message.content for each in both] == [ANSWER] * 2
             outputs = [output async for output in engine.generate("Hello", {"max_new_tokens": 100})]
             assert "".join(output.text for output in outputs) == ANSWER
@@ -60,7 +61,8 @@ def test_an_async_engine_has_the_methods_of_an_engine() -> None:
                 await asyncio.sleep(0.01)
             link.delay = 0.0
             await told(engine, link, is_embedding=True)
-            found = await engine.embed(["one", "two"])
+            found = await engine.embed(["one", "two"], progress=True)
+            assert "2/2" in capfd.readouterr().err
             assert found.shape == (2, engine.info.embedding_size)
             with pytest.raises(InvalidValueError, match="texts are"):
                 await engine.embed({"a": 1})  # type: ignore[arg-type]

@@ -404,14 +404,21 @@ def test_a_prompt_that_fills_the_context_is_scored(engine: Engine, client: opena
         client.completions.create(model="demo", prompt=prompt, max_tokens=1)
 
 
-def test_several_conversations_are_one_batch(engine: Engine) -> None:
+def test_several_conversations_are_one_batch(engine: Engine, capfd: pytest.CaptureFixture[str]) -> None:
     both = engine.chat_all([FRANCE, WEATHER], max_tokens=6, temperature=0)
+    assert capfd.readouterr().err == ""
     assert [plain(each) for each in both] == [
         near(plain(engine.chat(messages, max_tokens=6, temperature=0))) for messages in (FRANCE, WEATHER)
     ]
     with pytest.raises(InvalidValueError, match="no_such"):
         engine.chat_all([FRANCE], no_such=1)
     short = SamplingParams(max_tokens=2, temperature=0)
+    engine.chat_all([FRANCE, WEATHER], short, progress=True)
+    assert "2/2" in capfd.readouterr().err
+    engine.chat(FRANCE, short, use_tqdm=True)
+    assert "1/1" in capfd.readouterr().err
+    with pytest.raises(InvalidValueError, match="a stream shows no progress"):
+        engine.chat(FRANCE, short, stream=True, progress=True)
     for own, lengths in (
         (engine.chat_all([FRANCE, WEATHER], [short, {"max_tokens": 6, "temperature": 0}]), [2, 6]),
         (engine.chat_all([FRANCE, WEATHER], sampling_params=(short, short)), [2, 2]),
@@ -528,10 +535,11 @@ def test_an_engine_takes_the_arguments_of_others(caplog: pytest.LogCaptureFixtur
             config_of("DIR", keys)
 
 
-def test_embeddings_in_process(engine: Engine) -> None:
+def test_embeddings_in_process(engine: Engine, capfd: pytest.CaptureFixture[str]) -> None:
     texts = ["Paris", "the capital of France"]
     expected = [np.frombuffer(each[0].embedding or b"", "<f4") for each in engine.generate(texts, EMBED)]
-    found = engine.embed(texts)
+    found = engine.embed(texts, use_tqdm=True)
+    assert "2/2" in capfd.readouterr().err
     assert found.dtype == np.float32 and found.shape == (2, engine.info.embedding_size)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(

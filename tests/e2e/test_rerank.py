@@ -77,16 +77,18 @@ def test_a_cross_encoder(server: RunningServer, cross_encoder: Path) -> None:
     assert generated.status_code == 400 and "classifies texts" in generated.text
 
 
-def test_the_same_in_process(cross_encoder: Path) -> None:
+def test_the_same_in_process(cross_encoder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     query = [2, *words(QUERY), 3]
     logits = numbers(cross_encoder, [([*query, *words(text), 3], len(query)) for text in DOCUMENTS])[:, 0]
     expected = 1 / (1 + np.exp(-logits))
     with quick_programs(), Engine(str(cross_encoder), compile_cache=None, **SMALL) as engine:
-        np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS), expected, atol=1e-5)
-        best = engine.rerank(QUERY, DOCUMENTS, top_n=2)
+        np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS, progress=True), expected, atol=1e-5)
+        best = engine.rerank(QUERY, DOCUMENTS, top_n=2, progress=True)
+        assert capfd.readouterr().err.count("4/4") >= 2
         assert [each.index for each in best] == np.argsort(-expected)[:2].tolist()
         assert best[0].document == {"text": DOCUMENTS[best[0].index]}
-        [label] = engine.classify("w5")
+        [label] = engine.classify("w5", progress=True)
+        assert "1/1" in capfd.readouterr().err
         assert label.label == "LABEL_0" and len(label.probs) == 1
 
 

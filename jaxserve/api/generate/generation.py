@@ -115,7 +115,7 @@ class Generation:
         self._weights: set[int] = set()  # numbers of the weights that made the last outputs
         self._record = current_record()
         if self._record is not None:
-            self._record.used.append(self.usage)
+            self._record.note_begin(self.usage, len(self.prompts))
 
     def _check_size(self) -> None:
         """Raise InvalidValueError if one request asks for too much, so that waiting would not help."""
@@ -213,6 +213,8 @@ class Generation:
                 key.end(prompt.params.n, time.perf_counter() - started, self._cached[number])
             self.state.tracing.generation(self.options.request_id, time.perf_counter() - started, usage.as_dict())
             self.state.live.remove(prompt.signal)
+            if self._record is not None:
+                self._record.note_ended()
             await stream.aclose()
 
     def _generate(self, prompt: PromptTask) -> Stream:
