@@ -39,13 +39,14 @@ has no effect here is logged, any other is an error that says what to do ([flags
 |---|---|
 | `vllm.LLM(model, ...)` | `Engine(model, ...)` |
 | `llm.generate(prompts, params)`, `[{"prompt_token_ids": ids}]` | the same; answers have `.prompt` and `.outputs` |
-| `sampling_params=`, `use_tqdm=` | the same names; also `params`, `progress` |
+| `sampling_params=`, `use_tqdm=` | the same names; also `params`, `progress`. All methods that answer have the bar |
+| `llm.get_default_sampling_params()` | the same |
 | `llm.chat(messages, params)` | the same for one, `chat_all` for several; answers as OpenAI's |
 | `llm.embed`, `llm.score`, `llm.classify` | the same names; arrays, numbers and labels instead of output objects |
 | `llm.generate(..., lora_request=...)` | `load_adapter(name, path)`, then `generate(..., adapter=name)` |
 | `llm.generate(..., multi_modal_data=...)` | `chat`, with the images in the messages ([images.md](images.md)) |
 | `SamplingParams(structured_outputs=...)` | the same, with a mapping; also `regex=`, `json_schema=`, `ebnf=` |
-| `llm.sleep(level)`, `llm.wake_up()` | `sleep(level)`, `wake()` |
+| `llm.sleep(level)`, `llm.wake_up()` | the same; also `wake()` |
 | `llm.collective_rpc`, `llm.apply_model` | `engine.runner` has the arrays and the compiled programs |
 | `sglang.Engine(model_path=..., tp_size=...)` | `Engine(model_path=..., tp_size=...)` |
 | `engine.generate(prompts, {"max_new_tokens": 8})` | the same; an answer is a list of completions, not a dict |
@@ -53,7 +54,7 @@ has no effect here is logged, any other is an error that says what to do ([flags
 | `engine.async_generate`, `AsyncLLM` | `AsyncEngine`, with the methods of `Engine`; `generate` streams |
 | `engine.encode(texts)` | `embed(texts)` |
 | `engine.update_weights_from_tensor(...)` | `update_weights(...)` with pairs of names and arrays |
-| `engine.shutdown()` | `close()`, or `with Engine(...) as engine:` |
+| `engine.shutdown()` | the same; also `close()`, or `with Engine(...) as engine:` |
 """
 
 

@@ -38,8 +38,24 @@ _HOMES = {
     "launch_server": "jaxserve.library.serving",
 }
 
+_ARGUMENTS = "give its arguments to Engine or AsyncEngine, by the same names"
+# names that vLLM and SGLang export -> what to write instead
+INSTEAD = {
+    **dict.fromkeys(("AsyncEngineArgs", "EngineArgs", "ServerArgs"), _ARGUMENTS),
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "from jaxserve import AsyncEngine"),
+    **dict.fromkeys(("LLM", "LLMEngine"), "from jaxserve import Engine"),
+    **dict.fromkeys(("GuidedDecodingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"), "use a dict"),
+    "BeamSearchParams": "use Engine.chat(messages, use_beam_search=True, n=...)",
+    "LoRARequest": "use Engine.load_adapter(name, path), and adapter=name in a request",
+    "PoolingParams": "give its fields to Engine.embed, as in embed(texts, dimensions=...)",
+    "RequestOutputKind": "leave it out: AsyncEngine.generate yields what is new, Engine.generate the whole",
+    "get_tokenizer": "use Engine.tokenizer",
+}
+
 
 def __getattr__(name: str) -> object:
+    if name in INSTEAD:  # of an AttributeError `from jaxserve import ...` would drop the words
+        raise ImportError(f"jaxserve has no {name}: {INSTEAD[name]}", name="jaxserve")
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -44,15 +44,14 @@ INSTEAD = {
     "beam_search": "chat(messages, use_beam_search=True, n=...)",
     "collective_rpc": "runner, which has the arrays and the compiled programs",
     "encode": "embed(texts)",
-    "get_default_sampling_params": "chat(messages) without params, which takes the model's own",
     "get_tokenizer": "tokenizer",
     "has_unfinished_requests": "has_unfinished, which is no method",
     "llm_engine": "add_request(prompt, params, request_id=...) and step()",
     "reward": "classify(texts)",
-    "shutdown": "close()",
     "update_weights_from_tensor": "update_weights(pairs of names and arrays)",
-    "wake_up": "wake()",
 }
+# methods of theirs -> ours that do the same
+SAME = {"shutdown": "close", "wake_up": "wake"}
 
 
 class Engine(TextEngine):
@@ -74,7 +73,9 @@ class Engine(TextEngine):
     if not TYPE_CHECKING:  # a type checker reports unknown names by itself
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError, for a peer's name with ours."""
+            """Return a method under a peer's name, or raise AttributeError, for a peer's name with ours."""
+            if name in SAME:
+                return getattr(self, SAME[name])
             if name in INSTEAD:
                 raise AttributeError(f"Engine has no {name}: use {INSTEAD[name]}", name=name, obj=self)
             return super().__getattribute__(name)  # again, because it raised: it says which name was missing
@@ -169,6 +170,13 @@ class Engine(TextEngine):
             each = zip(conversations, own, strict=True)
             answers = [routes.conversation(own | {"messages": messages, "stream": False}) for messages, own in each]
             return routes.loop.run(routes.whole(answers))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's generation_config.json recommends, for `generate`. The name is vLLM's.
+
+        `generate` without params takes the defaults of SamplingParams, `chat` takes these.
+        """
+        return SamplingParams(**self.info.generation_defaults)
 
     def _ready_routes(self) -> _Routes:
         with self._lock.held():

@@ -27,7 +27,7 @@ from jaxserve.errors import (
     UnsupportedParameterError,
 )
 from jaxserve.library import serving
-from jaxserve.library.in_process import INSTEAD
+from jaxserve.library.in_process import INSTEAD, SAME
 from jaxserve.library.serving import LoopThread, RunningServer, config_of
 from jaxserve.types.sampling import EMBED
 from tests.conftest import ONE_ROW, SMALL
@@ -447,7 +447,13 @@ def test_names_of_other_engines_are_answered_with_ours(engine: Engine) -> None:
             getattr(engine, name)
         word = re.split(r"\W", ours)[0]
         assert hasattr(engine, word) or hasattr(jaxserve, word), name
+    for name, ours in SAME.items():
+        assert getattr(engine, name) == getattr(engine, ours)
     assert not hasattr(engine, "no_such")
+    assert engine.get_default_sampling_params() == SamplingParams(**engine.info.generation_defaults)
+    for name in jaxserve.INSTEAD:
+        with pytest.raises(ImportError, match=f"jaxserve has no {name}: "):
+            exec(f"from jaxserve import {name}")
     with pytest.raises(TypeError, match=r"list of completions.*\['text'\]"):
         engine.generate("The capital", {"max_new_tokens": 1})[0]["text"]  # type: ignore[call-overload]
 
