@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -79,13 +80,16 @@ def examined(name: str, check: Findings) -> Iterator[Finding]:
 _NEEDED_MEMORY = 2 * GIB  # bytes of host memory for the demo model's server
 _NEEDED_DISK = GIB  # bytes for compiled programs, files and batches
 _HUB_SECONDS = 3.0
+# jaxlib 0.10.2 is the last one for Python 3.11; avoiding its wrong sums costs 7 % of a step (docs/doctor.md)
+_NEWER_PYTHON = "Python 3.12 is recommended: 3.11 gets jax 0.10.2, whose defect on CPUs makes a step 7 % longer"
 _PACKAGES = ("jax", "jaxlib", "flax", "transformers", "numpy")
 
 
 def versions() -> Iterator[Finding]:
-    """Report the versions of this installation."""
+    """Report the versions of this installation, and that a newer Python gets a better jax."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    yield Finding("versions", "ok", f"jaxserve {__version__}, Python {platform.python_version()}, {packages}")
+    text = f"jaxserve {__version__}, Python {platform.python_version()}, {packages}"
+    yield Finding("versions", "ok", text, _NEWER_PYTHON if sys.version_info < (3, 12) else "")
 
 
 def host_memory() -> Iterator[Finding]:

@@ -56,6 +56,8 @@ def test_a_sound_machine(sound: Path) -> None:
     assert {finding["check"] for finding in report["findings"]} >= {
         *("versions", "config", "memory", "disk", "port", "store", "caches", "hub", "devices", "numbers", "model"),
     }
+    [versions] = [finding for finding in report["findings"] if finding["check"] == "versions"]
+    assert ("Python 3.12 is recommended" in versions["fix"]) == (sys.version_info < (3, 12))
     numbers = {text for check, text in found if check == "numbers"}
     assert {"sums", "matrix products", "sampler", "attention xla", "attention reference"} <= numbers
 
