@@ -1,0 +1,53 @@
+"""The program that runs other engines' examples changes what it says, and reads how they end."""
+
+from benchmarks.offline_examples import Outcome, changed, kind_of, outcome
+
+SOURCE = """\
+import othermodule, sglang as sgl
+from vllm import (
+    LLM,
+    SamplingParams as Params,
+)
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import AsyncLLM, AsyncEngineArgs
+
+llm = LLM(model="one/model-1.5B", path="a/b c")  # é
+engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="two/model"))
+"""
+STDERR = """\
+WARNING: something
+Traceback (most recent call last):
+  File "/tmp/x/example.py", line 9, in <module>
+    main()
+  File "/tmp/x/example.py", line 7, in main
+    engine.no_such
+  File "/src/jaxserve/library/in_process.py", line 90, in __getattr__
+"""
+
+
+def test_imports_models_and_parsers_are_changed() -> None:
+    text = changed(SOURCE, "/m")
+    assert text.splitlines() == [
+        "import othermodule, jaxserve as sgl",
+        "from jaxserve import Engine as LLM; from jaxserve import SamplingParams as Params",
+        *("", "", ""),
+        "StructuredOutputsParams = dict",
+        "from jaxserve import AsyncEngine as AsyncLLM; "
+        "from benchmarks.offline_examples import AsyncEngineArgs as AsyncEngineArgs",
+        "",
+        "llm = LLM(model='/m', path=\"a/b c\")  # é",
+        "engine = AsyncLLM(**vars(AsyncEngineArgs(model='/m')))",
+    ]
+    assert [kind_of(text) for text in ("a.embed(b)", "a.score(b)", "tokenizer.encode(b)")] == [
+        *("embedder", "scorer", "demo")
+    ]
+
+
+def test_an_end_is_read() -> None:
+    ours = "jaxserve.errors.InvalidValueError: use chat_all"
+    assert outcome(0, "", "example.py") == Outcome("yes")
+    assert outcome(1, f"{STDERR}{ours}\n", "example.py") == Outcome("no", 7, "use chat_all")
+    other = f"{STDERR}TypeError: 'a|b' is not\n"
+    assert outcome(1, other, "example.py").row("e") == "| `e` | no | line 7: TypeError: 'a\\|b' is not |"
+    assert outcome(1, f"{STDERR}ModuleNotFoundError: No module named 'torch'\n", "example.py").why == "it needs torch"
+    assert outcome(-9, "killed\n", "example.py") == Outcome("no", 0, "killed")
