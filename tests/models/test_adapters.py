@@ -32,13 +32,14 @@ from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoin
 from tests.models.dense import dense_logits
 from tests.models.families import CASES, STATE_CASES, golden_tensors
 from tests.models.lora import Pairs, merged, peft_config, peft_tensors, random_pairs, write_adapter
+from tests.models.picture_cases import CASES as PICTURE_CASES
 from tests.quick import QUICK
 
 SHAPE = AdapterShape(slots=2, rank=4)
 TOKENS = [5, 9, 77, 3, 21, 60, 14, 2, 33, 90, 41, 8]
 # families with a form of attention or feed-forward of their own; the others in the long form
 SOME = ("llama3", "phi3", "qwen3_moe", "gemma3", "gemma4_e", "deepseek_v3", "mimo_v2", "smollm3", "apertus", "qwen3_5")
-ALL = CASES | STATE_CASES
+ALL = CASES | STATE_CASES | PICTURE_CASES
 
 
 def stacks_of(adapted: AdaptedStructure, by_slot: dict[int, tuple[np.ndarray, ...]]) -> list[jax.Array]:
@@ -313,6 +314,19 @@ def test_hostile_directories(tiny: AdaptedStructure, tmp_path: Path, monkeypatch
         (cut / "adapter_model.safetensors").write_bytes(whole[:size])
         with pytest.raises(ModelLoadError):
             read_adapter(cut, tiny)
+
+    key = len('{"":[]}')
+    for name, text in (("adapter_config.json", b""), ("adapter_model.safetensors", (5 * 2**20).to_bytes(8, "little"))):
+        long = write_adapter(tmp_path / "long", pairs, peft_config(3))
+        (long / name).write_bytes(text + b'{"":[%b]}' % (b" " * (5 * 2**20 - key)))
+        with pytest.raises(ModelLoadError, match=r"at most 4194304 are read|header of 5242880 bytes"):
+            read_adapter(long, tiny)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        pipe = write_adapter(tmp_path / f"pipe {name}", pairs, peft_config(3))
+        (pipe / name).unlink()
+        os.mkfifo(pipe / name)
+        with pytest.raises(ModelLoadError, match="no regular file"):
+            read_adapter(pipe, tiny)
 
     huge, rank = write_adapter(tmp_path / "huge", pairs, peft_config(3)), 10**10
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"

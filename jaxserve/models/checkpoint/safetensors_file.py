@@ -54,12 +54,13 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_contents(path: Path) -> Iterator[tuple[str, TensorInfo]]:
+def read_contents(path: Path, largest_header: int = _LARGEST_HEADER) -> Iterator[tuple[str, TensorInfo]]:
     """Yield (name, TensorInfo) of every tensor. If the file has a name twice, it is yielded twice.
 
+    largest_header: in bytes
     Raises ModelLoadError if the file is truncated or its header does not describe its bytes exactly.
     """
-    entries, data_start, size = _read_header(path)
+    entries, data_start, size = _read_header(path, largest_header)
     tensors = [(name, *_read_entry(path, name, entry)) for name, entry in entries if name != "__metadata__"]
     position = 0
     for name, info, (begin, end) in sorted(tensors, key=lambda tensor: tensor[2]):
@@ -78,12 +79,12 @@ def _damaged(message: str) -> ModelLoadError:
     return ModelLoadError(message, fix="download the checkpoint again")
 
 
-def _read_header(path: Path) -> tuple[list[tuple[str, Any]], int, int]:
+def _read_header(path: Path, largest: int) -> tuple[list[tuple[str, Any]], int, int]:
     """Read (entries in order, offset of the first tensor byte, size of the file)."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+        if size < 8 or length > min(size - 8, largest):
             raise _damaged(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
         try:
             entries = json.loads(file.read(length), object_pairs_hook=_Pairs)
