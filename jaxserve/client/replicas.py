@@ -105,6 +105,10 @@ class Replica:
         """Whether it computes a new request at once: it is ready, has the weights, and is not isolating a request."""
         return self.sender.is_up and not (self.is_stale or self.sender.is_isolating or self.is_dead)
 
+    def has_adapter(self, digest: str) -> bool:
+        """Return whether it said that an adapter is loaded."""
+        return any(each.digest == digest for each in self.stats.adapters)
+
     @property
     def load(self) -> ReplicaLoad:
         total = self.info.num_pages if self.info is not None else 0
@@ -177,6 +181,8 @@ class ReplicaChoice:
 
     def _best(self, replicas: Sequence[Replica], request: EngineRequest, prompt: bytes) -> Replica:
         found = _candidates(replicas)
+        if request.adapter:  # of a partly failed load, or files that changed before an engine was started again
+            found = [each for each in found if each.has_adapter(request.adapter)] or found
         if self.router is None:
             return found[0]
         loads = [replica.load for replica in found]

@@ -22,8 +22,13 @@ MAX_BLOCKS = 128 * 1024  # most blocks that are remembered: 8 MiB of text
 
 
 class _Prompt(msgspec.Struct):
-    """The parts of a body that make the prompt, in the order of templates. Each stays JSON text."""
+    """The parts of a body that make the prompt, in the order of templates. Each stays JSON text.
 
+    An adapter is named as the model, or by lora_path, and has pages of its own.
+    """
+
+    model: msgspec.Raw = msgspec.Raw()
+    lora_path: msgspec.Raw = msgspec.Raw()
     cache_salt: msgspec.Raw = msgspec.Raw()
     extra_key: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()

@@ -145,7 +145,7 @@ _DEPLOYMENT_KEYS = (
 )
 _REFUSED = {
     "ingress_cls_config": "leave it out: the ingress passes requests on as they are",
-    "lora_config": "write engine_kwargs: {lora: {slots: 4}}, and load adapters by name (docs/adapters.md)",
+    "lora_config": "write engine_kwargs: {lora: {slots: 4, adapters: [{name: NAME, path: DIR}]}}",
     "server_cls": "leave it out: the engine is jaxserve's",
     "callback_config": "leave it out: no code of the configuration is run",
     "experimental_configs": "leave it out: an answer's parts are passed on at once, those that wait together",
@@ -159,6 +159,7 @@ _NOT_HERE = {
     "server.workers": "ingress_deployment_config: {num_replicas: N}",
     "mesh.replicas": "deployment_config: {num_replicas: N}, or its autoscaling_config",
     "models.served": "one application for each model",
+    "lora.keep": "lora.adapters: there is no store",
     **dict.fromkeys(("mesh.cluster", "mesh.host_rank"), "placement_group_config: {bundles: [...]}, one for each host"),
     **dict.fromkeys(
         ("mesh.leader_address", "mesh.leader_port", "mesh.group_key_file"), "nothing: each replica has its own"

@@ -19,7 +19,7 @@ from jaxserve.types.calls import (
     UpdateFromFile,
     Wake,
 )
-from jaxserve.types.messages import Call, EngineStats, Failed, Outputs, Ready, Reply, ToEngine
+from jaxserve.types.messages import AdapterStatus, Call, EngineStats, Failed, Outputs, Ready, Reply, ToEngine
 from jaxserve.types.page_keys import PageEvents, page_keys
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.step import FinishReason
@@ -106,6 +106,23 @@ def test_requests_are_spread_and_choices_stay_together() -> None:
         second.give(second.ids[0], 5, FinishReason.STOP)
         assert await asyncio.gather(*tasks) == [[], [5]]
         assert [state.num_live for state in engine.replicas] == [0, 0]
+
+    run(test)
+
+
+def test_a_request_goes_to_an_engine_that_has_its_adapter() -> None:
+    async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
+        adapter = AdapterStatus(name="sql", digest="1" * 32, rank=4, version=1)
+        second.messages.put_nowait(Outputs([], EngineStats(adapters=[adapter])))
+        await until(lambda: engine.stats().adapters == [adapter])
+        tasks = [generate(engine, name, adapter=adapter.digest) for name in "ab"]
+        await until(lambda: len(second.requests) == 2)
+        first.messages.put_nowait(Outputs([], EngineStats(adapters=[adapter])))
+        await until(lambda: all(state.stats.adapters for state in engine.replicas))
+        tasks.append(generate(engine, "c", adapter=adapter.digest))
+        await until(lambda: len(first.requests) == 1)
+        for task in tasks:
+            task.cancel()
 
     run(test)
 

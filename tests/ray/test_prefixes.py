@@ -35,7 +35,8 @@ def test_what_names_a_prompt() -> None:
     text = "x" * 300
     same = [body(prompt=text), body(max_tokens=3, prompt=text)]
     assert prompt_blocks(same[0]) == prompt_blocks(same[1]) != []
-    for other in (body(prompt=text, cache_salt="s"), body(prompt=text, tools=[{"a": 1}]), body(input=text)):
+    others = (body(prompt=text, cache_salt="s"), body(prompt=text, tools=[{"a": 1}]), body(input=text))
+    for other in (*others, body(prompt=text, model="sql"), body(prompt=text, lora_path="sql")):
         assert not set(prompt_blocks(other)) & set(prompt_blocks(same[0]))
     for none in (b"", b"[]", b"{", b"\xff", body(), b"[" * 100_000):
         assert prompt_blocks(none) == []

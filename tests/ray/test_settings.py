@@ -144,6 +144,7 @@ def test_options_of_the_ingress() -> None:
         ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "--pipeline-parallel-size"),
         ({"engine_kwargs": {"port": 1}}, "server.port is not jaxserve's under Ray Serve"),
         ({"engine_kwargs": {"store": {"path": "/x"}}}, "store.path is not jaxserve's under Ray Serve"),
+        ({"engine_kwargs": {"lora": {"slots": 1, "keep": True}}}, "lora.keep is not jaxserve's under Ray Serve"),
         ({"engine_kwargs": {"server": {"workers": 2}}}, "server.workers is not jaxserve's"),
         ({"deployment_config": {"user_config": {}}}, "user_config is not served"),
         ({"accelerator_config": {"kind": "cpu", "topology": "2x2"}}, "unknown key topology"),
