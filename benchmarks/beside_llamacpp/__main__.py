@@ -50,14 +50,15 @@ def peer_form(form: str) -> str:
     return "Q4_0" if form in ("NVFP4", "MXFP4") else form
 
 
-def engine_of(model: str, form: str, rows: int, products: str, cache: str) -> Engine:
-    """Return our side for up to `rows` requests."""
+def engine_of(model: str, form: str, rows: int, products: str, cache: str, slots: int = 0) -> Engine:
+    """Return our side for up to `rows` requests, with room for `slots` adapters."""
     dtype, quantization = FORMS[form]
     tree = {
         "model": {"path": model, "dtype": dtype, "quantization": quantization},
         "cache": {"dtype": cache},
         "scheduler": {"max_num_seqs": rows},
         "runtime": {"activations": "exact" if form in _EXACT else products},
+        "lora": {"slots": slots},
     }
     return Engine(config=Config.parse(tree))
 

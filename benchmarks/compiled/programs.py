@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.adapters import AdapterShape
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.checkpoint.structure import LoadedModel, build
 from jaxserve.models.sharding import param_sharding
@@ -56,11 +57,12 @@ def make_set(
     pages: str = "bfloat16",
     weights: str | dict[str, Any] = "none",
     products: str = "auto",
+    adapters: int = 0,
 ) -> ProgramSet:
     """Return the program set of a published model, cut to `layers` layers. Allocates nothing.
 
     pages: as cache.dtype. weights: as model.quantization, or the quantization_config of a checkpoint that is kept.
-    products: as runtime.activations.
+    products: as runtime.activations. adapters: as lora.slots, of rank 16
     """
     sizes = {"num_hidden_layers": layers, "first_k_dense_replace": max(0, layers - 2)}
     hf: dict[str, Any] = PUBLISHED[name].hf | sizes | KINDS.get(name, {})
@@ -82,6 +84,7 @@ def make_set(
         attention=attention,
         activations=products,
         num_pages=_PAGES,
+        lora=AdapterShape(adapters, 16) if adapters else None,
     )
     setup = RunnerSetup.of(LoadedModel(structure, leaves, Path(), 0, 0.0), config, target)
     return setup.program_set((_PAGES, *(_PAGES // 2 for _ in setup.groups)), config.max_model_len)
@@ -113,6 +116,9 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
         for products in ("exact", "rounded"):
             made = make_set(LLAMA, target, weights=config, products=products)
             yield from _named(f"{LLAMA} {form} {products}", made.decode(512), made.extend(2048))
+    for slots in (1, 8, 32):
+        many = make_set(LLAMA, target, adapters=slots)
+        yield from _named(f"{LLAMA} with {slots} adapters", many.decode(8), many.decode(128), many.extend(2048))
     for name in (*FAMILIES, *KINDS):
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))

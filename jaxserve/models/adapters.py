@@ -6,7 +6,6 @@ the leaves, so the weights are loaded, replaced and quantized as without adapter
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -239,8 +238,3 @@ def _give_room(
 def _span(parts: Sequence[Part], axis: int) -> tuple[int, int]:
     """Return the first row of a tensor's parts along an axis of the weight, and the first one behind them."""
     return min(part.start[axis] for part in parts), max(part.start[axis] + part.view[axis] for part in parts)
-
-
-def stack_bytes(adapted: AdaptedStructure) -> int:
-    """Return the bytes of one copy of the stacks."""
-    return sum(math.prod(stack.shape) * np.dtype(stack.dtype).itemsize for stack in adapted.stacks)
