@@ -293,7 +293,8 @@ class MeshSection(Section):
 
 
 MAX_MODELS = 64
-OWN_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")  # what each model may set for itself
+# what each model may set for itself
+OWN_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation", "lora")
 
 
 def own_sections(value: Any) -> Any:

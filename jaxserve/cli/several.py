@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,7 +24,7 @@ from jaxserve.config import DEFAULT_STORE, Config, ModelEntry, StoreSection, own
 from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.front.app import create_front
-from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
+from jaxserve.front.loaded_models import LoadedModels, ModelPlan
 from jaxserve.log import fields, is_json, tell
 from jaxserve.transport.socket_directory import SocketDirectory
 
@@ -35,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 def serve(config: Config) -> int:
     """Serve until a signal and return the exit code. Raises ConfigError and UnexpectedEndError."""
-    catalog = make_catalog(config)
+    plans = make_plans(config)
     check_certificates(config.server)
-    tell_start(f"{len(catalog.plans)} models")
+    tell_start(f"{len(plans)} models")
     keep_heap_small()
     with bind(config.server) as listener:
         try:
-            return uvloop.run(_Front(config, catalog, listener).serve())
+            return uvloop.run(_Front(config, plans, listener).serve())
         finally:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while Python ends
 
 
-def make_catalog(config: Config) -> Catalog:
+def make_plans(config: Config) -> Sequence[ModelPlan]:
     """Return the models with their whole configurations. Raises ConfigError that names the wrong model."""
     if config.model.path is not None:
         raise ConfigError("model.path is set beside models.served", fix="set it in the config of a model")
@@ -56,7 +57,10 @@ def make_catalog(config: Config) -> Catalog:
     counts = Counter(name for plan in plans for name in plan.names)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise ConfigError(f"two models have the name {repeated[0]!r}", fix="change model.served_name of one of them")
-    return Catalog(plans)
+    counts.update(each.name for plan in plans for each in plan.config.lora.adapters)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(f"two models or adapters have the name {repeated[0]!r}", fix="change it in lora.adapters")
+    return plans
 
 
 def _plan(config: Config, entry: ModelEntry, store: Path | None, admin_key: str) -> ModelPlan:
@@ -103,9 +107,9 @@ def store_directory(section: StoreSection) -> Path | None:
 class _Front:
     """One run of the server."""
 
-    def __init__(self, config: Config, catalog: Catalog, listener: socket.socket) -> None:
+    def __init__(self, config: Config, plans: Sequence[ModelPlan], listener: socket.socket) -> None:
         self._config = config
-        self._catalog = catalog
+        self._plans = plans
         self._listener = listener
         self._stop = asyncio.Event()
         self._signals = 0
@@ -114,7 +118,7 @@ class _Front:
         """Serve until a signal. Raises UnexpectedEndError for any other end."""
         on_signals(self._on_signal)
         directory = SocketDirectory()
-        loaded_models = LoadedModels(self._catalog, self._config.models, self._config.server, directory.path)
+        loaded_models = LoadedModels(self._plans, self._config.models, self._config.server, directory.path)
         server = Server(http_config(create_front(loaded_models, self._config), self._config.server))
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
         tasks = (http, asyncio.create_task(loaded_models.run()), asyncio.create_task(self._stop.wait()))

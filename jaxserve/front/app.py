@@ -41,8 +41,8 @@ from jaxserve.api.keys import KeyRing
 from jaxserve.api.ollama.protocol import API_VERSION
 from jaxserve.api.openai.models import model_list
 from jaxserve.config import Config
-from jaxserve.errors import InvalidValueError, ModelEndedError
-from jaxserve.front.loaded_models import Catalog, FrontModel, LoadedModels, ModelPlan
+from jaxserve.errors import ConflictError, InvalidValueError, ModelEndedError, ModelNotFoundError
+from jaxserve.front.loaded_models import FrontModel, LoadedModels, with_latest
 from jaxserve.telemetry.metrics import (
     CONTENT_TYPE,
     Families,
@@ -65,7 +65,7 @@ _NAMED = msgspec.json.Decoder(_Named)
 _NAME = msgspec.json.Decoder(str | None)
 
 
-async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLimits) -> ModelPlan | None:
+async def choose(models: LoadedModels, request: Request, body: bytes, limits: BodyLimits) -> FrontModel | None:
     """Return the model that the body or the query names; None if neither names one.
 
     body: empty without a body, or if it is forwarded unread
@@ -76,10 +76,10 @@ async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLi
         read = (_model_of, body, limits, request.scope["path"])
         named = await asyncio.to_thread(*read) if is_large(body) else _model_of(*read[1:])
     in_query = request.query_params.get("model")
-    if named is not None and in_query is not None and catalog.find(named) is not catalog.find(in_query):
+    if named is not None and in_query is not None and await models.find(named) is not await models.find(in_query):
         raise InvalidValueError("model: the body and the query name different models.", param="model")
     name = in_query if named is None else named
-    return None if name is None else catalog.find(name)
+    return None if name is None else await models.find(name)
 
 
 def _model_of(body: bytes, limits: BodyLimits, path: str) -> str | None:
@@ -95,6 +95,37 @@ def _model_of(body: bytes, limits: BodyLimits, path: str) -> str | None:
         return None if isinstance(found, msgspec.UnsetType) else _NAME.decode(found)
     except msgspec.DecodeError:
         raise InvalidValueError("model: should be a string", param="model", code="invalid_type") from None
+
+
+_LOADS_ADAPTER = frozenset({"/v1/load_lora_adapter", "/load_lora_adapter"})
+_UNLOADS_ADAPTER = frozenset({"/v1/unload_lora_adapter", "/unload_lora_adapter"})
+
+
+class _Adapter(msgspec.Struct):
+    """A body of which only the adapter's name is read."""
+
+    lora_name: str
+
+
+_ADAPTER = msgspec.json.Decoder(_Adapter)
+
+
+async def choose_base(models: LoadedModels, named: FrontModel | None, path: str, body: bytes) -> FrontModel:
+    """Return the model that loads or unloads an adapter: the named one, or the one that has it, or the default.
+
+    Raises ConflictError for a load under a name of another model or of its adapter: a name is one model's.
+    """
+    try:
+        name = _ADAPTER.decode(body).lora_name
+    except msgspec.DecodeError:
+        return named or models.default  # it says what is wrong with the body
+    await models.refresh_adapters()
+    has_it = next((each for each in models.all if name in each.plan.names or name in each.adapters), None)
+    found = named or has_it or models.default
+    if path in _LOADS_ADAPTER and has_it is not None and has_it is not found:
+        owner = has_it.plan.name
+        raise ConflictError(f"{name!r} is a name of the model {owner!r} or of its adapter", param="lora_name")
+    return found
 
 
 # an object of one of the models; its id does not say which model has it
@@ -127,8 +158,10 @@ class ForwardToModels:
             raise HTTPException(404)
         request = Request(scope, receive)
         body = None if _is_upload(scope) else await _read(request)
-        named = await choose(self._loaded_models.catalog, request, body or b"", self._limits)
-        wanted = [self._loaded_models.of(named or self._loaded_models.catalog.default)]
+        named = await choose(self._loaded_models, request, body or b"", self._limits)
+        if scope["path"] in _LOADS_ADAPTER | _UNLOADS_ADAPTER:
+            named = await choose_base(self._loaded_models, named, scope["path"], body or b"")
+        wanted = [named or self._loaded_models.default]
         if named is None and body is not None and _OBJECT.fullmatch(scope["path"]):
             wanted = self._places(wanted[0])
         for model in wanted:
@@ -249,16 +282,19 @@ async def metrics(request: Request) -> Response:
 @router.get("/v1/models")
 @router.get("/models")
 async def list_models(request: Request) -> Response:
-    """List the names of all models with their states."""
-    return json_response(model_list([entry for each in _loaded_models(request).all for entry in each.listed()]))
+    """List the names of all models, and of their adapters, with their states."""
+    loaded_models = _loaded_models(request)
+    await loaded_models.refresh_adapters()
+    return json_response(model_list([entry for each in loaded_models.all for entry in each.listed()]))
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> Response:
-    """Show one model by its name. Raises ModelNotFoundError."""
-    loaded_models = _loaded_models(request)
-    entries = loaded_models.of(loaded_models.catalog.find(model)).listed()
-    return json_response(next((each for each in entries if each["id"] == model), entries[0]))
+    """Show one model or adapter by its name. Raises ModelNotFoundError."""
+    found = (await _loaded_models(request).find(model)).entry(model)
+    if found is None:
+        raise ModelNotFoundError(f"The adapter {model!r} is not known until its model is loaded.", param="model")
+    return json_response(found)
 
 
 @router.get("/api/version")
@@ -275,7 +311,8 @@ async def tags(request: Request) -> Response:
     loaded_models = _loaded_models(request)
     found = await _models_below(loaded_models, "/api/tags")
     known = {model["name"] for model in found}
-    unloaded = [name for each in loaded_models.all for name in each.plan.names if name not in known]
+    names = [entry["id"] for each in loaded_models.all for entry in each.listed()]
+    unloaded = [name for name in names if name not in known]
     return json_response({"models": [*found, *({"name": name, "model": name} for name in unloaded)]})
 
 
@@ -308,13 +345,15 @@ async def unload(request: Request) -> Response:
 
 
 async def _named(request: Request) -> FrontModel:
-    """Return the model that the body names. Raises RequestError."""
+    """Return the model that the body names; an adapter is none. Raises RequestError."""
     try:
         body, _ = validated(await request.body(), ModelName)
     except ClientDisconnect:
         raise ClientDisconnected from None
-    loaded_models = _loaded_models(request)
-    return loaded_models.of(loaded_models.catalog.find(body.model))
+    found = await _loaded_models(request).find(body.model)
+    if not any(each in found.plan.names for each in with_latest(body.model)):
+        raise InvalidValueError(f"{body.model!r} is an adapter of {found.plan.name!r}.", param="model")
+    return found
 
 
 def _state(model: FrontModel) -> Response:

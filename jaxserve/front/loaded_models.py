@@ -1,8 +1,9 @@
 """Keep the models of the front: load them on request, unload them when idle or for room, load them again.
 
-`Catalog` has what the configuration says of each model, `FrontModel` its state and its delay after a failure, and
-`LoadedModels` loads and unloads. Every change of a model's state happens on the event loop. A load or an unload is one
-task (`work`), for which all requests of the model wait. So no request uses a model while it is unloaded.
+`ModelPlan` has what the configuration says of a model, `FrontModel` its state, its adapters and its delay after a
+failure, and `LoadedModels` finds, loads and unloads. Every change of a model's state happens on the event loop. A load
+or an unload is one task (`work`), for which all requests of the model wait. So no request uses a model while it is
+unloaded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,26 +40,6 @@ class ModelPlan:
         return self.entry.name
 
 
-class Catalog:
-    """The models of a server by name. The first model is the default."""
-
-    def __init__(self, plans: Sequence[ModelPlan]) -> None:
-        self.plans = tuple(plans)
-        self._by_name: Mapping[str, ModelPlan] = {name: plan for plan in plans for name in plan.names}
-
-    @property
-    def default(self) -> ModelPlan:
-        return self.plans[0]
-
-    def find(self, name: str) -> ModelPlan:
-        """Return the model of a name, to which Ollama's clients may add `:latest`. Raises ModelNotFoundError."""
-        found = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))
-        if found is None:
-            shown = ", ".join(self._by_name)
-            raise ModelNotFoundError(f"The model {name!r} does not exist. Served: {shown}.", param="model")
-        return found
-
-
 State = Literal["unloaded", "loading", "loaded", "unloading"]
 
 # seconds after each consecutive failure before the next load; the last one repeats
@@ -73,7 +55,7 @@ class FrontModel:
     work: the load or unload that runs. asked: whether the operator asked for the load that runs
     in_flight: requests that the process answers. waiting: requests that wait for the load
     used: time.monotonic() at the end of the last request
-    objects: entries of the process's /v1/models, known after the first load
+    objects: entries of the process's /v1/models for the model's names, known after the first load
     """
 
     plan: ModelPlan
@@ -89,6 +71,38 @@ class FrontModel:
     exit_status: int | None = None  # exit status of the process that failed; None: it did not fail
     _failures: int = 0
     _next_load: float = 0.0  # time.monotonic() before which the model is not loaded again
+    _loaded_adapters: dict[str, dict[str, Any]] = field(default_factory=dict)  # as `adapters`, of the process
+
+    def read(self, objects: Sequence[dict[str, Any]]) -> None:
+        """Take the entries of the process's /v1/models. Those of adapters have a parent."""
+        self.objects = [each for each in objects if each.get("parent") is None]
+        self._loaded_adapters = {each["id"]: each for each in objects if each.get("parent") is not None}
+
+    @property
+    def adapters(self) -> dict[str, dict[str, Any]]:
+        """Entries of /v1/models by the names of adapters. While the model is not loaded: those that a load brings."""
+        if self.state == "loaded":
+            return self._loaded_adapters
+        return self._own_adapters | (self._loaded_adapters if self.plan.config.lora.keep else {})
+
+    @cached_property
+    def _own_adapters(self) -> dict[str, dict[str, Any]]:
+        """`adapters` of the configuration."""
+        return {
+            each.name: named_object(each.name, self.created) | {"root": each.path, "parent": self.plan.name}
+            for each in self.plan.config.lora.adapters
+        }
+
+    def adapter_named(self, name: str) -> str | None:
+        """Return the adapter that a name means: its own name, or MODEL:ADAPTER. None if there is none."""
+        names = (name, *(name.removeprefix(f"{own}:") for own in self.plan.names if name.startswith(f"{own}:")))
+        adapters = self.adapters
+        return next((each for each in names if each in adapters), None)
+
+    def may_keep(self, name: str) -> bool:
+        """Return whether MODEL:ADAPTER may mean an adapter that only the store of the unloaded model knows."""
+        is_own = any(name.startswith(f"{own}:") for own in self.plan.names)
+        return is_own and self.plan.config.lora.keep and self.state != "loaded"
 
     @property
     def is_free(self) -> bool:
@@ -126,14 +140,26 @@ class FrontModel:
             raise error
 
     def listed(self) -> list[dict[str, Any]]:
-        """Return the entries of /v1/models, one for each name, with llama-server's `status`."""
+        """Return the entries of /v1/models, one for each name and adapter, with llama-server's `status`."""
         status: dict[str, Any] = {"value": self.state, "requests": self.in_flight}
         if self.state == "loading" and self.process is not None and self.process.progress:
             status["progress"] = self.process.progress
         if self.exit_status is not None:
             status |= {"failed": True, "exit_code": self.exit_status}
         entries = self.objects or [named_object(name, self.created) for name in self.plan.names]
-        return [{**entry, "status": status} for entry in entries]
+        return [{**entry, "status": status} for entry in (*entries, *self.adapters.values())]
+
+    def entry(self, name: str) -> dict[str, Any] | None:
+        """Return the entry of /v1/models of a name. None if only a load shows whether there is one."""
+        listed = {each["id"]: each for each in self.listed()}
+        found = next((listed[each] for each in with_latest(name) if each in listed), None)
+        adapter = self.adapter_named(name)
+        return found if found is not None or adapter is None else listed[adapter] | {"id": name}
+
+
+def with_latest(name: str) -> tuple[str, ...]:
+    """Return a name and what it means without `:latest`, which Ollama's clients may add."""
+    return name, name.removesuffix(":latest")
 
 
 IDLE_LOOK_INTERVAL = 1.0  # seconds between two looks for idle models
@@ -142,12 +168,16 @@ UNKNOWN = -1  # exit status of a process that was not started
 
 
 class LoadedModels:
-    """Load and unload the models of one front. directory: a private one, for the sockets of their processes"""
+    """Load and unload the models of one front. The first one is the default.
 
-    def __init__(self, catalog: Catalog, models: ModelsSection, server: ServerSection, directory: Path) -> None:
-        self.catalog = catalog
-        self.all: Sequence[FrontModel] = [FrontModel(plan) for plan in catalog.plans]
-        self._by_name = {model.plan.name: model for model in self.all}
+    directory: a private one, for the sockets of their processes
+    """
+
+    def __init__(
+        self, plans: Sequence[ModelPlan], models: ModelsSection, server: ServerSection, directory: Path
+    ) -> None:
+        self.all: Sequence[FrontModel] = [FrontModel(plan) for plan in plans]
+        self._by_name: Mapping[str, FrontModel] = {name: model for model in self.all for name in model.plan.names}
         self._models = models
         self._end_seconds = server.drain_timeout + FINISH_SECONDS
         self._directory = directory
@@ -158,8 +188,41 @@ class LoadedModels:
         self._stopping = False
         self.started = asyncio.Event()  # set once the models of the start are loaded, or failed
 
-    def of(self, plan: ModelPlan) -> FrontModel:
-        return self._by_name[plan.name]
+    @property
+    def default(self) -> FrontModel:
+        return self.all[0]
+
+    async def find(self, name: str) -> FrontModel:
+        """Return the model that has a name, or an adapter of this name. Raises ModelNotFoundError.
+
+        If no model is known to have it, the servers of the loaded models are asked for their adapters.
+        """
+        found = self._known(name)
+        if found is None:
+            await self.refresh_adapters()
+            found = self._known(name) or next((each for each in self.all if each.may_keep(name)), None)
+        if found is None:
+            shown = ", ".join((*self._by_name, *(adapter for each in self.all for adapter in each.adapters)))
+            raise ModelNotFoundError(f"The model {name!r} does not exist. Served: {shown}.", param="model")
+        return found
+
+    def _known(self, name: str) -> FrontModel | None:
+        """Return the first model of a name. A model's own name goes before an adapter's."""
+        names = with_latest(name)
+        own = next((self._by_name[each] for each in names if each in self._by_name), None)
+        adapted = (model for each in names for model in self.all if model.adapter_named(each) is not None)
+        return own or next(adapted, None)
+
+    async def refresh_adapters(self) -> None:
+        """Ask the loaded models that may have adapters for their names. One that does not answer keeps the old ones."""
+
+        async def refresh(model: FrontModel, process: ModelProcess) -> None:
+            objects = await process.models()
+            if objects is not None and model.process is process:
+                model.read(objects)
+
+        wanted = [each for each in self.all if each.state == "loaded" and each.plan.config.lora.slots]
+        await asyncio.gather(*(refresh(each, each.process) for each in wanted if each.process is not None))
 
     def loaded_processes(self) -> list[tuple[str, ModelProcess]]:
         """Return (name, process) of each loaded model."""
@@ -260,7 +323,7 @@ class LoadedModels:
                 socket = self._directory / f"{next(self._numbers)}"
                 process = model.process = ModelProcess(model.plan.config, socket)
                 await process.start()
-            model.objects = await process.loaded()
+            model.read(await process.loaded())
         except ProcessEndedError as error:
             self._failed(model, error.status, served=0.0)
         except asyncio.CancelledError:

@@ -106,14 +106,19 @@ class ModelProcess:
         try:
             while not end.done():
                 status, body = await self.ask("/health")
-                if status == 200:
-                    return json.loads((await self.ask("/v1/models"))[1])["data"]
+                if status == 200 and (objects := await self.models()) is not None:
+                    return objects
                 if status == 503:
                     self.progress = str(json.loads(body).get("phase", ""))
                 await asyncio.wait((end,), timeout=LOAD_INTERVAL)
             raise ProcessEndedError(end.result())
         finally:
             end.cancel()
+
+    async def models(self) -> list[dict[str, Any]] | None:
+        """Return the objects of the child's /v1/models; None if it does not answer."""
+        status, body = await self.ask("/v1/models")
+        return json.loads(body)["data"] if status == 200 else None
 
     async def is_idle(self) -> bool:
         """Return whether no request runs or waits, batches and background responses included."""

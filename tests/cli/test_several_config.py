@@ -7,10 +7,12 @@ import pytest
 
 from jaxserve.cli.main import main
 from jaxserve.cli.options import load_config
-from jaxserve.cli.several import make_catalog
+from jaxserve.cli.several import make_plans
 from jaxserve.config import Config
 from jaxserve.config_types import reveal
 from jaxserve.errors import ConfigError
+
+SQL = {"slots": 1, "adapters": [{"name": "sql", "path": "adapters/sql"}]}
 
 
 def several(*entries: dict[str, Any], **sections: Any) -> Config:
@@ -29,7 +31,7 @@ def test_a_model_has_the_common_sections_and_its_own(tmp_path: Path) -> None:
         server=server,
         store={"path": str(tmp_path)},
     )
-    first, second = make_catalog(config).plans
+    first, second = make_plans(config)
     assert first.names == ("org/a",) and second.names == second.config.model.served_name == ("b", "second")
     assert [each.config.scheduler.max_num_seqs for each in (first, second)] == [8, 4]
     assert second.config.scheduler.policy == "lpm"
@@ -47,6 +49,8 @@ def test_a_model_has_the_common_sections_and_its_own(tmp_path: Path) -> None:
         ([{"name": "a"}, {"name": "a"}], "the name 'a' is given twice"),
         ([{"name": "a", "config": {"model": {"served_name": ["b"]}}}, {"name": "b"}], "two models have the name 'b'"),
         ([{"name": "a", "config": {"server": {"api_key": "k-12345"}}}], "the section 'server' is for all models"),
+        ([{"name": "a"}, {"name": "b", "config": {"lora": SQL}}, {"name": "sql"}], "two models or adapters have the"),
+        ([{"name": name, "config": {"lora": SQL}} for name in "ab"], "two models or adapters have the name 'sql'"),
         ([{"name": "a", "config": 5}], "should be the path of a YAML file, or sections"),
         ([{"name": "a", "config": {"model": ["p"]}}], "the section 'model' should be a mapping"),
         ([{"name": "a", "config": "none.yaml"}], "models.served, a: cannot read the configuration none.yaml"),
@@ -60,7 +64,7 @@ def test_a_model_has_the_common_sections_and_its_own(tmp_path: Path) -> None:
 )
 def test_a_wrong_list_is_refused_by_name(entries: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        make_catalog(Config.parse({"models": {"served": entries}, "store": {"path": None}}))
+        make_plans(Config.parse({"models": {"served": entries}, "store": {"path": None}}))
     assert "12345" not in str(error.value) and "\n" not in str(error.value)
 
 
@@ -72,7 +76,7 @@ def test_more_models_at_the_start_than_there_is_room_for() -> None:
 
 def test_a_model_beside_the_list_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path is set beside models\.served"):
-        make_catalog(several({"name": "a"}, model={"path": "DIR"}))
+        make_plans(several({"name": "a"}, model={"path": "DIR"}))
 
 
 def test_commands_for_one_model_refuse_a_list(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGTERM
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -54,12 +55,19 @@ def expected(qwen: Path, compile_cache: str) -> dict[str, list[int]]:
 
 
 class Front(Launched):
-    """A server of several models. entries: of models.served"""
+    """A server of several models. entries: of models.served. server: more keys of this section"""
 
-    def __init__(self, cache: str, directory: Path, entries: list[dict[str, Any]], **models: Any) -> None:
+    def __init__(
+        self,
+        cache: str,
+        directory: Path,
+        entries: list[dict[str, Any]],
+        server: Mapping[str, Any] = MappingProxyType({}),
+        **models: Any,
+    ) -> None:
         self.admin_key = ADMIN["Authorization"].partition(" ")[2]
         tree = {
-            "server": {"admin_api_key": self.admin_key, "max_body_bytes": 2**20},
+            "server": {"admin_api_key": self.admin_key, "max_body_bytes": 2**20, **server},
             "models": {"served": entries, **models},
         }
         path = directory / "models.yaml"

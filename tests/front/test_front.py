@@ -15,7 +15,7 @@ from jaxserve.api.app import create_app
 from jaxserve.api.http.middleware import ADMIN_PATHS, OPEN_PATHS, PAGE_PATHS
 from jaxserve.config import Config, ModelEntry
 from jaxserve.front.app import create_front, may_be_route
-from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
+from jaxserve.front.loaded_models import LoadedModels, ModelPlan
 from jaxserve.front.model_process import ModelProcess
 from tests.api.fakes import fake_engine
 
@@ -26,14 +26,14 @@ class ModelServer:
     """The server of one loaded model. answers: by path; another path is a 404"""
 
     def __init__(self, answers: dict[str, Answer]) -> None:
-        self._answers = answers
+        self.answers = answers
         self.bodies: list[bytes] = []
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         sizes = [line.partition(":")[2] for line in head.splitlines() if line.startswith("content-length:")]
         self.bodies.append(await reader.readexactly(int(sizes[0])) if sizes else b"")
-        found = self._answers.get(head.split()[1])
+        found = self.answers.get(head.split()[1].partition("?")[0])
         body = "{}" if found is None else await found()
         status = "404 Not Found" if found is None else "200 OK"
         writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
@@ -48,13 +48,18 @@ def says(value: Any) -> Answer:
     return answer
 
 
-def run(tmp_path: Path, servers: dict[str, ModelServer], test: Callable[[httpx2.AsyncClient], Awaitable[None]]) -> None:
+def run(
+    tmp_path: Path,
+    servers: dict[str, ModelServer],
+    test: Callable[[httpx2.AsyncClient], Awaitable[None]],
+    **sections: dict[str, Any],
+) -> None:
     """Run a test with a front of these models, all loaded, and of the model `idle`, which is not."""
 
     async def main() -> None:
-        config = Config()
+        config = Config().replace(**sections)
         plans = [ModelPlan(ModelEntry.model_validate({"name": name}), config, (name,)) for name in (*servers, "idle")]
-        loaded_models = LoadedModels(Catalog(plans), config.models, config.server, tmp_path)
+        loaded_models = LoadedModels(plans, config.models, config.server, tmp_path)
         async with AsyncExitStack() as stack:
             for model in loaded_models.all[:-1]:
                 socket = tmp_path / model.plan.name
@@ -101,6 +106,57 @@ def test_models_are_listed_as_openai_and_anthropic_list_them(tmp_path: Path) -> 
         assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
 
     run(tmp_path, {"a": ModelServer({})}, test)
+
+
+def adapted(name: str, *adapters: str) -> Answer:
+    entries = [{"id": name, "parent": None}, *({"id": each, "parent": name, "root": f"/{each}"} for each in adapters)]
+    return says({"data": entries})
+
+
+ADMIN = {"authorization": "Bearer root"}
+
+
+def test_adapters_have_names_and_calls_reach_the_model_that_has_them(tmp_path: Path) -> None:
+    answers = {"/v1/completions": says({}), "/v1/load_lora_adapter": says({}), "/unload_lora_adapter": says({})}
+    a, b = (ModelServer(answers | {"/v1/models": adapted(name)}) for name in "ab")
+
+    def sent() -> list[int]:
+        return [len(list(filter(None, each.bodies))) for each in (a, b)]
+
+    async def test(client: httpx2.AsyncClient) -> None:
+        async def post(path: str, **body: Any) -> int:
+            return (await client.post(path, json=body, headers=ADMIN)).status_code
+
+        assert await post("/v1/completions", model="sql") == 404
+        assert await post("/v1/load_lora_adapter?model=b", lora_name="sql", lora_path="sql") == 200
+        b.answers["/v1/models"] = adapted("b", "sql")
+        assert [await post("/v1/completions", model=name) for name in ("sql", "b:sql", "a:sql")] == [200, 200, 404]
+        models = (await client.get("/v1/models")).json()["data"]
+        shown = {each["id"]: (each.get("parent"), each["status"]["value"]) for each in models}
+        assert shown == {
+            "a": (None, "loaded"),
+            "b": (None, "loaded"),
+            "sql": ("b", "loaded"),
+            "idle": (None, "unloaded"),
+        }
+        for name, root in (("sql", "/sql"), ("b:sql", "/sql"), ("a:sql", None), ("prose", None)):
+            model = (await client.get(f"/v1/models/{name}")).json()
+            assert (model.get("id"), model.get("root")) == ((name, root) if root else (None, None))
+        assert sent() == [0, 3]
+        for path, status in (("/v1/load_lora_adapter?model=a", 409), ("/v1/load_lora_adapter", 200)):
+            assert await post(path, lora_name="sql", lora_path="sql", load_inplace=True) == status
+        assert await post("/v1/load_lora_adapter?model=a", lora_name="b", lora_path="sql") == 409
+        assert await post("/unload_lora_adapter", lora_name="sql") == 200
+        b.answers["/v1/models"] = adapted("b")
+        assert sent() == [0, 5]
+        assert (await client.post("/unload_lora_adapter", json={"lora_name": "sql"})).status_code == 401
+        assert await post("/v1/load_lora_adapter?model=a", lora_name="sql", lora_path="sql") == 200
+        a.answers["/v1/models"] = adapted("a", "sql")
+        assert await post("/v1/completions", model="sql") == 200
+        assert sent() == [2, 5]
+        assert await post("/v1/load_lora_adapter", lora_name=5) == 200  # the default model's server refuses it
+
+    run(tmp_path, {"a": a, "b": b}, test, lora={"slots": 1}, server={"admin_api_key": "root"})
 
 
 def test_every_route_of_a_models_server_is_forwarded() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.config import Config, ModelEntry
 from jaxserve.front import loaded_models as module
-from jaxserve.front.loaded_models import Catalog, LoadedModels, ModelPlan
+from jaxserve.front.loaded_models import LoadedModels, ModelPlan
 
 
 class FakeProcess:
@@ -59,7 +59,7 @@ def run(test: Callable[[LoadedModels], Awaitable[None]], monkeypatch: pytest.Mon
         for name in "abc":
             entry = ModelEntry.model_validate({"name": name, "load": "start"})
             plans.append(ModelPlan(entry, config.replace(model={"served_name": [name]}), (name,)))
-        await test(LoadedModels(Catalog(plans), config.models, config.server, Path()))
+        await test(LoadedModels(plans, config.models, config.server, Path()))
 
     asyncio.run(asyncio.wait_for(main(), 20))
     return started
