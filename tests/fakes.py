@@ -95,6 +95,13 @@ class OracleDrafter:
         right = self.outputs.get(request_id, [])[done : done + most]
         return [token if self._rng.random() < self._right else self._rng.randrange(VOCAB) for token in right]
 
+    def anything(self, request_id: str, done: int, most: int) -> list[int]:
+        """What a broken draft model might give: no tokens between tokens, and more of them than there is room for."""
+        rng = self._rng
+        wrong = (-1, -2, -(2**31), VOCAB, 2**31 - 1)
+        guesses = self.guess(request_id, done, 2 * most + 3) + rng.choices(range(VOCAB), k=rng.randrange(3))
+        return [rng.choice(wrong) if rng.random() < 0.3 else token for token in guesses]
+
     def forget(self, request_id: str) -> None:
         self.outputs.pop(request_id, None)
 
@@ -222,6 +229,7 @@ class FakeRunner:
         assert not output.num_drafts or (output.num_decode_rows == len(rows) and not self._unread)
         assert not output.num_drafts or len(rows) + output.num_drafts <= config.verify_sizes[-1]
         assert all(len(row.drafts) <= config.max_drafts for row in rows)
+        assert all(0 <= draft < VOCAB for row in rows for draft in row.drafts), "a draft that is no token"
         assert not output.draft_room or (self.guess and len(output.draft_room) == len(rows) <= config.draft_rows)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
         self._check_moves(output)
@@ -351,7 +359,7 @@ class FakeRunner:
     def _drafts(self, output: SchedulerOutput) -> np.ndarray:
         """What the draft model guesses after each row. It ends where the row's pages do."""
         assert self.guess is not None
-        drafts = np.full((len(output.rows), self.config.max_drafts), -1, np.int32)
+        drafts = np.full((len(output.rows), 3 * self.config.max_drafts + 9), -1, np.int32)
         for i, (row, room) in enumerate(zip(output.rows, output.draft_room, strict=True)):
             slot = self.slots[row.slot]
             most = max(0, min(self.config.max_drafts, room - slot.position))

@@ -335,7 +335,7 @@ def build_engine(
         on_close=matchers.close,
         fill_masks=BitmaskFiller().fill,
         mask_threads=mask_threads(),
-        drafter=_drafter(config.speculation),
+        drafter=_drafter(config.speculation, vocab_size),
         pictures=_pictures(runner),
     )
     core = EngineCore(calls, _scheduler_config(config, runner, times), options)
@@ -610,14 +610,14 @@ def _state_sizes(runner: ModelRunner | EncoderRunner) -> StateSizes | None:
     return StateSizes(count, config.state_interval, config.state_border) if count else None
 
 
-def _drafter(section: SpeculationSection) -> Drafter | None:
+def _drafter(section: SpeculationSection, vocab_size: int) -> Drafter | None:
     match section.method:
         case "off":
             return None
         case "ngram":
             return NGramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
         case "draft_model":
-            return DeviceDrafts()
+            return DeviceDrafts(vocab_size)
 
 
 def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from jaxserve.types.step import Request
@@ -10,15 +11,19 @@ FIRST_RATE = 0.7  # assumed before any draft was compared: the operator chose a 
 
 
 class DeviceDrafts:
-    """The `Drafter` of a draft model. Its guesses arrive with the tokens of the step before."""
+    """The `Drafter` of a draft model. Its guesses arrive with the tokens of the step before.
 
-    def __init__(self) -> None:
+    vocab_size: of the served model, whose checkpoint is another than the one that the guesses come from
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._found: dict[str, tuple[int, list[int]]] = {}  # by request: position of the first draft, and the drafts
 
     def take(self, request: Request, drafts: Sequence[int]) -> None:
-        """Keep the drafts that follow a request's known tokens, up to the first -1."""
-        drafts = list(drafts)
-        self._found[request.request_id] = request.num_tokens, drafts[: drafts.index(-1)] if -1 in drafts else drafts
+        """Keep the drafts that follow a request's known tokens, up to the first that is no token, such as -1."""
+        tokens = itertools.takewhile(lambda draft: 0 <= draft < self._vocab_size, drafts)
+        self._found[request.request_id] = request.num_tokens, list(tokens)
 
     def propose(self, request: Request, most: int) -> list[int]:
         """See `Drafter`. As long as new tokens are the drafts, those after them are still guesses."""

@@ -77,14 +77,15 @@ class World:
         self.threads = rng.choice([None, HandExecutor()])
         self.num_masked = rng.choice([0.15, 0.6])
         self.drafter = OracleDrafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0]))  # the host's, or what the device guesses
+        malicious = rng.random() < 0.3
         self.core = make_core(
             self.with_states(sizes) if self.states else self.with_groups(sizes),
             mask_threads=self.threads,
             eos_token_ids=EOS,
             not_finite=self.broken,
             nan_from=self.nan_from,
-            guess=self.drafter.guess,
-            drafter=DeviceDrafts() if sizes.draft_rows else self.drafter,
+            guess=self.drafter.anything if malicious else self.drafter.guess,
+            drafter=DeviceDrafts(VOCAB) if sizes.draft_rows else self.drafter,
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
         )
 

@@ -21,7 +21,17 @@ from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.step import Request
 from tests.fakes import make_request, run_all
 from tests.models.dense import dense_logits
-from tests.runtime.test_speculation import FEATURES, PROMPTS, Seen, accepted, assert_same, make_core, requests_of, seen
+from tests.runtime.test_speculation import (
+    FEATURES,
+    PROMPTS,
+    Seen,
+    V,
+    accepted,
+    assert_same,
+    make_core,
+    requests_of,
+    seen,
+)
 
 DRAFTS, TOKENS = 3, 24
 Leaves = tuple[jax.Array, ...]
@@ -31,7 +41,7 @@ class Recorder(DeviceDrafts):
     """Keeps every draft that arrived, with the tokens before it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(V)
         self.found: list[tuple[list[int], list[int]]] = []
 
     def take(self, request: Request, drafts: Sequence[int]) -> None:
@@ -84,7 +94,7 @@ def other_weights(leaves: Leaves, spread: float) -> Leaves:
 def test_tokens_are_those_without_drafts(guessing: ModelRunner, plain: dict[str, Seen], spread: float) -> None:
     """Every parameter of the sampler, masks among them, and prompts between the steps."""
     guessing.draft_leaves = other_weights(guessing.leaves, spread) if spread else guessing.leaves
-    core = core_of(guessing, DeviceDrafts())
+    core = core_of(guessing, DeviceDrafts(V))
     assert_same(guessing, seen(run_all(core, requests_of(FEATURES))), plain)
     drafts = core.scheduler.stats().drafts
     assert drafts is not None and drafts.num_draft_tokens > 0
@@ -126,7 +136,7 @@ def test_drafts_are_what_the_draft_model_yields_alone(guessing: ModelRunner, tin
 def test_a_right_draft_model_saves_steps(guessing: ModelRunner, plain: dict[str, Seen]) -> None:
     """Its own drafts are all right if it is greedy: a step yields all drafts and one more token."""
     request = make_request("greedy 0", PROMPTS[0], max_tokens=TOKENS, seed=0)
-    core = core_of(guessing, DeviceDrafts())
+    core = core_of(guessing, DeviceDrafts(V))
     assert run_all(core, [request])["greedy 0"].token_ids == plain["greedy 0"][0]
     assert core.scheduler.counters.steps <= 2 + TOKENS // (1 + DRAFTS)
 

@@ -12,7 +12,17 @@ from jaxserve.scheduler.speculation import PROBE
 from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import Request, SchedulerOutput
-from tests.fakes import FakeRunner, FakeStep, OracleDrafter, alone, make_core, make_request, run_all, small_config
+from tests.fakes import (
+    VOCAB,
+    FakeRunner,
+    FakeStep,
+    OracleDrafter,
+    alone,
+    make_core,
+    make_request,
+    run_all,
+    small_config,
+)
 
 TIMES = StepTimes({1: 1.0, 8: 1.0}, {}, {2: 1.1, 4: 1.1, 8: 1.1, 16: 1.2, 32: 1.2}, {1: 0.2, 8: 0.2})
 
@@ -20,7 +30,7 @@ TIMES = StepTimes({1: 1.0, 8: 1.0}, {}, {2: 1.1, 4: 1.1, 8: 1.1, 16: 1.2, 32: 1.
 def test_drafts_count_as_long_as_new_tokens_are_the_drafts() -> None:
     params = make_request("a", [1, 2]).params
     request = Request("a", [1, 2], params, 0.0, 0, max_tokens=8)
-    drafts = DeviceDrafts()
+    drafts = DeviceDrafts(VOCAB)
     assert drafts.propose(request, 3) == []
     drafts.take(request, [5, 6, 7, -1])
     assert drafts.propose(request, 2) == [5, 6]
@@ -30,6 +40,9 @@ def test_drafts_count_as_long_as_new_tokens_are_the_drafts() -> None:
     assert drafts.propose(request, 3) == []
     request.output_token_ids = [5, 9]
     assert drafts.propose(request, 3) == []
+    for wrong in (-1, -2, VOCAB, 2**31 - 1):
+        drafts.take(request, [4, wrong, 5, 6, 7, 8])
+        assert drafts.propose(request, 9) == [4]
     drafts.take(request, [-1, -1])
     assert drafts.propose(request, 3) == []
     drafts.forget("a")
@@ -56,7 +69,7 @@ def run(
         "verify_sizes": (2, 4, 8, 16, 32),
     }
     config = small_config(draft_rows=8, step_times=times, **sizes)
-    core = make_core(config, drafter=DeviceDrafts(), guess=oracle.guess)
+    core = make_core(config, drafter=DeviceDrafts(VOCAB), guess=oracle.guess)
     request = make_request("a", [1, 2, 3], max_tokens=tokens, **params)
     oracle.outputs["a"], _ = alone(request.prompt_token_ids, request.params)
     assert run_all(core, [request])["a"].token_ids == oracle.outputs["a"]
