@@ -149,6 +149,32 @@ def test_a_resolver_that_is_silent_is_left_at_the_deadline(monkeypatch: pytest.M
     done.set()
 
 
+def test_the_addresses_of_a_name_are_tried_in_turn(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is silent, the next refuses, the last answers. If one of them is not allowed, none is tried."""
+    tried: list[str] = []
+
+    class Recorded(socket.socket):
+        def connect(self, address: Any) -> None:
+            tried.append(address[0])
+            if address[0] == "127.0.0.3":  # silent
+                assert self.gettimeout() == pytest.approx(20, abs=1), "not a third of the time"
+                raise TimeoutError
+            super().connect(address)
+
+    def look_up(host: str, port: int, **options: Any) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{last}", port)) for last in (3, 2, 1)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "socket", Recorded)
+    assert fetcher().fetch(f"{site.url}/good", "here") == BODY
+    assert tried == ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
+    tried.clear()
+    checked = Fetcher(("localhost",), 10_000, lambda address: address != "127.0.0.1", 60.0)
+    with refused("could not be fetched"):
+        checked.fetch(f"{site.url}/good", "here")
+    assert not tried
+
+
 def test_the_connection_is_closed_if_its_encryption_cannot_begin(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[socket.socket] = []
 
