@@ -38,6 +38,7 @@ OTHERS = {
     "another first picture": (keys("x", "b"), 0),
     "another second picture": (keys("a", "x"), 2),
     "the two swapped": (keys("b", "a"), 0),
+    "the first by other settings": (keys("a by other settings", "b"), 0),
     "no pictures": (PROMPT, 0),
     "one token later": (with_pictures([0, *PROMPT[:-1]], (picture("a", 4), picture("b", 11)), PAGE), 0),
 }
@@ -59,6 +60,8 @@ def test_the_tree(asked: list[int], count: int):
     cache, _ = cached(SAME)
     assert cache.match_prefix("", asked, 5).depth == count
     assert cache.match_prefix("another tenant", asked, 5).depth == 0
+    cache, _ = cached(asked)  # also as a handover adopts pages, which knows tokens only
+    assert cache.match_prefix("", SAME, 5).depth == count
 
 
 @cases
