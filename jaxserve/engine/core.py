@@ -726,16 +726,20 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
-        pool = self.scheduler.pictures
+        pool, stats = self.scheduler.pictures, self.scheduler.stats()
+        pictures: dict[str, float] = {}
+        if pool is not None:
+            pictures = {"images_encoded": pool.num_encoded, "images_reused": pool.num_reused}
+            pictures["image_encode_seconds"] = stats.counters.encode_seconds
         return engine_stats(
-            self.scheduler.stats(),
+            stats,
             self._compiling,
             compiles=self.runner.num_compiles(),
             host_seconds=self._host_seconds,
             details={
                 "rebuilds": self._rebuilds,
                 "scheduler_seconds": self._scheduler_seconds,
-                **({} if pool is None else {"images_encoded": pool.num_encoded, "images_reused": pool.num_reused}),
+                **pictures,
             },
             serving=self.serving,
             adapters=self.adapters,

@@ -330,14 +330,14 @@ class ModelRunner:
         """
         times = measured_times(self, self.mesh.platform, self.config.max_drafts, before_run)
         after_runs()
-        self.end_warm_up()
+        self.end_warm_up(times.decode_seconds(self.config.max_num_seqs))
         return times
 
-    def end_warm_up(self) -> None:
-        """Run the programs that are not of a step, and discard the dummy state."""
+    def end_warm_up(self, step_seconds: float = 0.0) -> None:
+        """Run the programs that are not of a step, and discard the dummy state. step_seconds: of decode rows"""
         self._run_small()
         if self.tower is not None:
-            self.tower.warm_up(self.leaves)
+            self.tower.warm_up(self.leaves, step_seconds)
         if self.config.moves_pages:
             self.caches = self.pages.warm_up(self.caches)
         if self.adapters is not None:

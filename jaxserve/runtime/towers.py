@@ -15,7 +15,10 @@ scheduler/pictures.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +36,8 @@ from jaxserve.types.scheduling import TowerLimits
 from jaxserve.types.step import EncodePart, SampledTokens, StepHandle
 
 PATCHES = (256, 1024, 4096, 16384)  # of the programs
-# Largest picture in tokens, and the patches times blocks of a step. Estimated, not measured: a block of 1024 patches of
-# a tower of 400 million weights takes about half a second on a CPU, and one of 16,384 a few milliseconds on a GPU.
-CPU_TOKENS, CPU_WORK = 256, 1024
-MAX_TOKENS, MAX_WORK = 4096, 65536
+CPU_TOKENS, MAX_TOKENS = 256, 4096  # largest picture
+MOST_SECONDS = 0.5  # of the blocks of a step
 
 MakeProgram = Callable[[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any], Any]
 Leaves = tuple[jax.Array, ...]
@@ -46,14 +47,13 @@ def tower_limits(
     config: VisionConfig, platform: str, max_num_batched_tokens: int, *, deterministic: bool = False
 ) -> TowerLimits:
     """Return how pictures are encoded on a platform."""
-    most, work = (CPU_TOKENS, CPU_WORK) if platform == "cpu" else (MAX_TOKENS, MAX_WORK)
+    most = CPU_TOKENS if platform == "cpu" else MAX_TOKENS
     sizes = tuple(size for size in PATCHES if size < most * config.merge**2)
     return TowerLimits(
         num_rows=max(max_num_batched_tokens, most),
         merge=config.merge,
         sizes=(*sizes, most * config.merge**2),
         num_blocks=config.depth,
-        work=work,
         packs=not deterministic,
     )
 
@@ -188,46 +188,74 @@ class TowerRunner:
         self.pool.delete()
         self._pictures = None
 
-    def warm_up(self, leaves: Leaves) -> None:
-        """Run each program once, on a picture of each size."""
-        merge = self._programs.limits.merge
-        for size in self._programs.limits.sizes:
+    def warm_up(self, leaves: Leaves, step_seconds: float) -> None:
+        """Run each program on a picture of each size, and measure the blocks for `limits`.
+
+        step_seconds: of a step of decode rows, if it was measured. The blocks of a step take no longer, so that beside
+        an encode running streams wait for two steps, or for a step and one block
+        """
+        merge, config = self.limits.merge, self._programs.config
+        seconds: dict[int, float] = {}
+        for size in self.limits.sizes:
             grid = 1, merge, size // merge
-            picture = Picture(bytes(32), bytes(size * self._programs.config.width), grid, 0, size // merge**2)
-            part = EncodePart((picture,), 0, self._programs.limits.num_blocks, [])
-            jax.block_until_ready((self.run(leaves, part), self.pool))
+            picture = Picture(bytes(32), bytes(size * config.width), grid, 0, size // merge**2)
+            state = self._start(leaves, (picture,))
+            seconds[size] = math.inf
+            for _ in range(2):  # the first run takes longer
+                state.x.block_until_ready()
+                began = time.perf_counter()
+                state, done = self._block(leaves, 0, state)
+                done.block_until_ready()
+                seconds[size] = min(seconds[size], time.perf_counter() - began)
+            nowhere = self._targets([], size)
+            self._merge(leaves, 0, state, nowhere)
+            if config.deepstack:
+                self._merge(leaves, 1, state, nowhere)
+            jax.block_until_ready(self.pool)
+        allowed = min(MOST_SECONDS, step_seconds)
+        self.limits = dataclasses.replace(self.limits, block_seconds=seconds, step_seconds=allowed)
 
     def run(self, leaves: Leaves, part: EncodePart) -> jax.Array:
         """Dispatch blocks of the tower. Returns a scalar to wait for.
 
         leaves: the model's weights, one array [shape] per parameter
         """
-        programs, config = self._programs, self._programs.config
-        if part.first == 0:
-            self._pictures = self._start(leaves, part.pictures)
-        pictures = self._pictures
-        assert pictures is not None, "pictures go on that were not started"
-        x, size, layout = pictures.x, pictures.size, pictures.layout
+        config = self._programs.config
+        state = self._start(leaves, part.pictures) if part.first == 0 else self._pictures
+        assert state is not None, "pictures go on that were not started"
         self._pictures = None  # their states are donated
+        targets = self._targets(part.rows, state.size)
         done: jax.Array | None = None
         for index in range(part.first, part.last):
-            segments = layout.segments[segments_row(config, index)]
-            x, done = self._call("block", size, programs.blocks[index].chosen(leaves), x, layout.places, segments)
+            state, done = self._block(leaves, index, state)
             if index in config.deepstack:
-                place = config.deepstack.index(index)
-                args = programs.deep[place].chosen(leaves), self.pool, x, self._targets(part, size)
-                self.pool = self._call("deep", size, *args, np.int32(1 + place))
+                self._merge(leaves, 1 + config.deepstack.index(index), state, targets)
         if part.last == config.depth:
-            args = programs.end.chosen(leaves), self.pool, x, self._targets(part, size)
-            self.pool = self._call("end", size, *args)
+            self._merge(leaves, 0, state, targets)
         else:
-            self._pictures = _InProgress(size, x, layout)
+            self._pictures = state
         assert done is not None, "no blocks"
         return done
 
+    def _block(self, leaves: Leaves, index: int, state: _InProgress) -> tuple[_InProgress, jax.Array]:
+        """Dispatch a block. Returns the states behind it, and a scalar to wait for."""
+        layout, weights = state.layout, self._programs.blocks[index].chosen(leaves)
+        segments = layout.segments[segments_row(self._programs.config, index)]
+        x, done = self._call("block", state.size, weights, state.x, layout.places, segments)
+        return dataclasses.replace(state, x=x), done
+
+    def _merge(self, leaves: Leaves, part: int, state: _InProgress, targets: np.ndarray) -> None:
+        """Write a part of the rows to the pool: 0 from the last block, the others from deepstack blocks."""
+        programs = self._programs
+        if part == 0:
+            self.pool = self._call("end", state.size, programs.end.chosen(leaves), self.pool, state.x, targets)
+        else:
+            weights = programs.deep[part - 1].chosen(leaves)
+            self.pool = self._call("deep", state.size, weights, self.pool, state.x, targets, np.int32(part))
+
     def _start(self, leaves: Leaves, pictures: Sequence[Picture]) -> _InProgress:
         programs = self._programs
-        size = programs.limits.size_of(sum(picture.num_patches for picture in pictures))
+        size = self.limits.size_of(sum(picture.num_patches for picture in pictures))
         patches = np.zeros((size, programs.config.width), np.uint8)
         given = np.frombuffer(b"".join(picture.patches for picture in pictures), np.uint8)
         patches.reshape(-1)[: len(given)] = given
@@ -235,9 +263,9 @@ class TowerRunner:
         args = (*programs.leaves_of_start(leaves), patches, layout.places, layout.weights)
         return _InProgress(size, self._call("start", size, *args), layout)
 
-    def _targets(self, part: EncodePart, size: int) -> np.ndarray:
-        targets = np.full(size // self._programs.limits.merge**2, self._programs.limits.num_rows, np.int32)
-        targets[: len(part.rows)] = part.rows
+    def _targets(self, rows: Sequence[int], size: int) -> np.ndarray:
+        targets = np.full(size // self.limits.merge**2, self.limits.num_rows, np.int32)
+        targets[: len(rows)] = rows
         return targets
 
     def _call(self, piece: str, size: int, *args: Any) -> Any:
@@ -262,5 +290,6 @@ class EncodingStep:
     def result(self) -> SampledTokens:
         """Wait for the step and for the blocks, and return the step's tokens."""
         found = self._step.result()
+        began = time.perf_counter()
         self._done.block_until_ready()
-        return found
+        return dataclasses.replace(found, encode_seconds=time.perf_counter() - began)

@@ -118,18 +118,20 @@ class PicturePool:
     def plan(self) -> list[EncodePart]:
         """Return the parts to run after the rows of this step. Later steps may read the pictures that they complete."""
         parts: list[EncodePart] = []
-        left = self._limits.work
+        left = self._limits.step_seconds
         while self.has_work:
             if not any(entry.users for entry in self._begun):
                 self._begin()
             begun, done = self._begun, self._begun[0].done
             size = self._limits.size_of(sum(entry.picture.num_patches for entry in begun))
-            count = min(self._limits.num_blocks - done, max(left // size, 0 if parts else 1))
+            seconds = self._limits.block_seconds.get(size)
+            room = int(left / seconds) if seconds else 0
+            count = min(self._limits.num_blocks - done, max(room, 0 if parts else 1))
             if count == 0:
                 break
             rows = [row for entry in begun for row in entry.rows]
             parts.append(EncodePart(tuple(entry.picture for entry in begun), done, done + count, rows))
-            left -= count * size
+            left -= count * (seconds or left)
             for entry in begun:
                 entry.done += count
             if done + count == self._limits.num_blocks:

@@ -439,6 +439,7 @@ class Scheduler:
         """Process the tokens of the oldest step in flight. Raises ValueError for any other step."""
         requests = self.in_flight.take(output)
         self._last_read = output.step
+        self.counters.encode_seconds += sampled.encode_seconds
         fine, outputs = int(RowStatus.FINE), []
         token_ids, num_valid, status = (a.tolist() for a in (sampled.token_ids, sampled.num_valid, sampled.status))
         logprobs = None if sampled.logprobs is None else StepLogprobs(sampled, output.rows)

@@ -34,6 +34,7 @@ class Counters:
     finished_length: int = 0
     finished_abort: int = 0
     finished_error: int = 0
+    encode_seconds: float = 0.0  # for which steps waited for the tower
     pages_written: int = 0  # to a file, for another engine
     pages_read: int = 0  # from the file of another engine
     step_tokens: int = 0  # prompt tokens computed plus tokens sampled, summed over the steps

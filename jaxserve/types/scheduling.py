@@ -225,16 +225,18 @@ class TowerLimits:
     merge         patches of a token are merge x merge
     sizes         patches of the programs, ascending
     num_blocks    blocks of the tower
-    work          patches times blocks of a step, at least one block. A step is as long, and running streams wait for it
     packs         whether pictures share a program if they fit. If not, the bits of a row depend on its picture alone
+    block_seconds patches of a program -> measured seconds of a block. Empty: not measured, a step then runs one block
+    step_seconds  for which the blocks of a step may run; running streams wait for them. A step has at least one
     """
 
     num_rows: int
     merge: int
     sizes: tuple[int, ...]
     num_blocks: int
-    work: int
     packs: bool = True
+    block_seconds: Mapping[int, float] = field(default_factory=dict)
+    step_seconds: float = 0.0
 
     def size_of(self, num_patches: int) -> int:
         """Return the patches of the smallest program that holds as many."""

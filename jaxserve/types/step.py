@@ -186,6 +186,7 @@ class SampledTokens:
     embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], for rows with embed and samples
     extras: StepExtras | None = None  # set for steps with a row that asks for extra outputs
     drafts: np.ndarray | None = None  # int32 [R, K], guesses of the tokens after each row's last one; -1: no guess
+    encode_seconds: float = 0.0  # that the blocks of the tower took behind the rows
 
 
 class StepHandle(Protocol):

@@ -20,9 +20,11 @@ from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.scheduler.pictures import PicturePool
 from jaxserve.types.picture import Picture
-from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig, StateSizes, TowerLimits
+from jaxserve.types.step import Request
 from tests.fakes import Transcripts, make_request, run_all
 from tests.models.picture_cases import CASES, prompts_of
 from tests.models.test_pictures import GOLDENS, pictures_of, write_case
@@ -134,7 +136,7 @@ def test_a_small_pool_and_slices_of_one_block_give_the_same_tokens(served: tuple
     largest = max(each.num_tokens for name in prompts_of(case) for each in pictures_of(name)[1])
     limits = runner.tower_limits
     assert limits is not None
-    core = make_core(runner, pictures=dataclasses.replace(limits, num_rows=largest, work=1))
+    core = make_core(runner, pictures=dataclasses.replace(limits, num_rows=largest))
     assert tokens(run_all(core, requests_of(case))) == expected(case)
     assert pool(core).num_encoded >= 8
 
@@ -142,7 +144,7 @@ def test_a_small_pool_and_slices_of_one_block_give_the_same_tokens(served: tuple
 def test_a_running_stream_gets_a_token_in_every_step_beside_an_encode(runner: ModelRunner):
     limits = runner.tower_limits
     assert limits is not None
-    core, transcripts = make_core(runner, pictures=dataclasses.replace(limits, work=1)), Transcripts()
+    core, transcripts = make_core(runner), Transcripts()
     core.add(request_of(CASE, "none", "stream", max_tokens=40, ignore_eos=True))
     for _ in range(3):
         transcripts.take(core.step())
@@ -172,7 +174,7 @@ def test_an_abort_leaves_the_pictures_that_share_its_program(runner: ModelRunner
     """Rows that it gave back are another picture's before the program writes."""
     limits = runner.tower_limits
     assert limits is not None
-    core, transcripts = make_core(runner, pictures=dataclasses.replace(limits, num_rows=19, work=1)), Transcripts()
+    core, transcripts = make_core(runner, pictures=dataclasses.replace(limits, num_rows=19)), Transcripts()
     core.add(request_of(CASE, "one", "gone"))
     core.add(request_of(CASE, "two", "two"))
     transcripts.take(core.step())
@@ -319,7 +321,25 @@ def test_a_model_without_a_tower_refuses_pictures(runner: ModelRunner):
 
 
 def test_limits_of_a_cpu_hold_a_picture_of_256_tokens(runner: ModelRunner):
-    assert runner.tower_limits == TowerLimits(num_rows=256, merge=2, sizes=(256, 1024), num_blocks=3, work=1024)
+    assert runner.tower_limits == TowerLimits(num_rows=256, merge=2, sizes=(256, 1024), num_blocks=3)
+
+
+def test_a_step_runs_the_blocks_that_fit_in_its_time():
+    """A small picture takes three blocks a step, a large one a block that is longer than the time. None: one block."""
+    small, large = (Picture(bytes([size]) * 32, b"", (1, 8, 8 * size), 1, 16 * size) for size in (1, 16))
+    measured = TowerLimits(num_rows=512, merge=2, sizes=(256, 1024), num_blocks=4, step_seconds=0.35)
+    measured = dataclasses.replace(measured, block_seconds={256: 0.1, 1024: 0.4})
+    for limits, picture, parts in (
+        (measured, small, [(0, 3), (3, 4)]),
+        (measured, large, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (dataclasses.replace(measured, step_seconds=9.0), large, [(0, 4)]),
+        (dataclasses.replace(measured, block_seconds={}), small, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+    ):
+        pictures, request = PicturePool(limits), Request("a", [0] * 300, SamplingParams(), 0.0, 0, 4)
+        request.pictures = (picture,)
+        assert pictures.reach(request, 300) == picture.start
+        assert [(part.first, part.last) for _ in parts for part in pictures.plan()] == parts
+        assert not pictures.has_work and pictures.reach(request, 300) == 300
 
 
 if __name__ == "__main__":
