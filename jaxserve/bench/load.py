@@ -32,12 +32,16 @@ from jaxserve.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request of a workload. at: seconds from the start until it is sent; None: as soon as concurrency allows"""
+    """One request of a workload. at: seconds from the start until it is sent; None: as soon as concurrency allows
+
+    messages: of a chat, in place of the prompt
+    """
 
     prompt: str | list[int]
     num_prompt_tokens: int | None  # None: only the server knows the number
     max_tokens: int
     at: float | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 def random_workload(
@@ -227,17 +231,16 @@ async def run_load(
 
     Returns the timings and the seconds of the whole run.
     """
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     gate = asyncio.Semaphore(concurrency or len(requests) or 1)
 
-    async with httpx2.AsyncClient(limits=limits, timeout=READ_TIMEOUT, headers=_headers(target.api_key)) as client:
+    async with client_of(target) as client:
         start = time.perf_counter()  # after the client has read the certificates of this machine, for 0.05 s and more
 
         async def one(request: LoadRequest) -> Timing:
             if request.at is not None:
                 await asyncio.sleep(max(0.0, request.at - (time.perf_counter() - start)))
             async with gate:
-                timing = await _send(client, target, request, start)
+                timing = await send(client, target, request, start)
             on_done(timing)
             return timing
 
@@ -246,9 +249,17 @@ async def run_load(
     return list(timings), seconds
 
 
-async def _send(client: httpx2.AsyncClient, target: LoadTarget, request: LoadRequest, start: float) -> Timing:
+def client_of(target: LoadTarget) -> httpx2.AsyncClient:
+    """Return a client without a limit of connections."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx2.AsyncClient(limits=limits, timeout=READ_TIMEOUT, headers=_headers(target.api_key))
+
+
+async def send(client: httpx2.AsyncClient, target: LoadTarget, request: LoadRequest, start: float) -> Timing:
+    """Send a request and read its stream. start: the time of a run's start, on the clock of `perf_counter`"""
     timing = Timing(sent=time.perf_counter() - start)
-    route = "/v1/chat/completions" if target.chat else "/v1/completions"
+    chat = target.chat or request.messages is not None
+    route = "/v1/chat/completions" if chat else "/v1/completions"
     try:
         async with client.stream("POST", target.base_url + route, json=_body(target, request)) as reply:
             if reply.status_code != 200:
@@ -308,6 +319,8 @@ def _body(target: LoadTarget, request: LoadRequest) -> dict[str, object]:
         body["ignore_eos"] = True
     if target.token_ids:
         body["return_token_ids"] = True
+    if request.messages is not None:
+        return body | {"messages": request.messages}
     if target.chat:
         return body | {"messages": [{"role": "user", "content": request.prompt}]}
     return body | {"prompt": request.prompt}

@@ -1,4 +1,6 @@
-"""`jaxserve bench serve|capacity|offline`: measure a server, find its capacity, or measure an engine in process."""
+"""`jaxserve bench serve|capacity|pictures|offline`: measure a server, find its capacity, or measure text streams beside
+chats with pictures; or measure an engine in process.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ from jaxserve.bench.load import (
     write_json,
 )
 from jaxserve.bench.offline import run_offline
+from jaxserve.bench.pictures import KINDS, measure_pictures, picture_chats, picture_table
 from jaxserve.bench.plot import check_plot, plot, plot_trials
 from jaxserve.cli.options import api_key, at_least, load_config, positive, share
 from jaxserve.engine.engine import TextEngine
@@ -40,10 +43,10 @@ from jaxserve.errors import ConfigError
 # flag -> (its default, the workloads that read it)
 _WORKLOAD_FLAGS = {
     "dataset": (None, ("dataset",)),
-    "input_len": (128, ("random",)),
-    "output_len": (64, ("random", "dataset")),
+    "input_len": (128, ("random", "pictures")),
+    "output_len": (64, ("random", "dataset", "pictures")),
     "spread": (0.0, ("random",)),
-    "vocab_size": (1000, ("random", "trace")),
+    "vocab_size": (1000, ("random", "trace", "pictures")),
     "request_rate": (None, ("random", "dataset")),
     "trace_speed": (1.0, ("trace",)),
     "max_len": (2048, ("trace",)),
@@ -75,18 +78,26 @@ def _parser() -> argparse.ArgumentParser:
     capacity.add_argument("--seconds", type=positive, default=20.0, help="least time in which a trial sends (20)")
     capacity.add_argument("--precision", type=positive, default=0.1, help="of the rate that is found (0.1)")
     capacity.set_defaults(run=_capacity)
-    for command in (serve, capacity):
+    pictures = commands.add_parser("pictures", help="measure text streams beside chats with pictures")
+    pictures.add_argument("--kind", choices=KINDS, default="fresh", help="of the pictures (fresh)")
+    pictures.add_argument("--size", type=size, default=(1024, 1024), help="of a picture in pixels (1024x1024)")
+    pictures.add_argument("--streams", type=at_least(1), default=4, help="text requests at all times (4)")
+    pictures.add_argument("--concurrency", type=at_least(1), default=2, help="chats with pictures at once (2)")
+    pictures.add_argument("--seconds", type=positive, default=20.0, help="for which the text streams run alone (20)")
+    pictures.set_defaults(run=_pictures)
+    for command in (serve, capacity, pictures):
         command.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
         command.add_argument("--model", help="default: the first one served")
         command.add_argument("--api-key", type=api_key)
-        command.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")
-        command.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to --output-len")
+        command.add_argument("--vocab-size", type=at_least(2), help="random prompts use token ids below it (1000)")
         command.add_argument(
             "--token-ids",
             action="store_true",
             help="ask for token ids too, which jaxserve and vLLM send: a token without text is timed",
         )
-        command.add_argument("--vocab-size", type=at_least(2), help="random prompts use token ids below it (1000)")
+    for command in (serve, capacity):
+        command.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")
+        command.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to --output-len")
         command.add_argument("--dataset", type=Path, help="JSONL file with prompts, instead of random ones")
         command.add_argument("--trace", type=Path, help="CSV file with TIMESTAMP, ContextTokens, GeneratedTokens")
         command.add_argument("--max-len", type=at_least(3), help="most tokens of prompt plus output of a trace (2048)")
@@ -97,11 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     offline = commands.add_parser("offline", help="run a workload in process, without HTTP")
     offline.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch, e.g. -- --model DIR")
     offline.set_defaults(run=_offline)
-    for command, count in ((serve, 64), (capacity, 20), (offline, 32)):
+    for command, count in ((serve, 64), (capacity, 20), (pictures, 16), (offline, 32)):
         command.add_argument("--num-prompts", type=at_least(1), default=count, help=f"({count}); of capacity: at least")
         command.add_argument("--input-len", type=at_least(1), help="tokens per random prompt (128)")
         command.add_argument("--output-len", type=at_least(1), help="tokens per output, except of a trace (64)")
-        command.add_argument("--spread", type=share, help="0.5: lengths from 0.5 to 1.5 times these (0)")
+        if command is not pictures:
+            command.add_argument("--spread", type=share, help="0.5: lengths from 0.5 to 1.5 times these (0)")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--json", type=Path, help="file for the report; of serve also every timing")
     return parser
@@ -182,6 +194,30 @@ def _capacity(options: argparse.Namespace) -> int:
     return 0 if best else 1
 
 
+def _pictures(options: argparse.Namespace) -> int:
+    _fill_defaults(options, "pictures")
+    model = asyncio.run(find_model(options.base_url, options.api_key)) if options.model is None else options.model
+    target = LoadTarget(options.base_url, model, options.api_key, token_ids=options.token_ids)
+    output = options.output_len
+    chats = picture_chats(options.kind, options.num_prompts, size=options.size, output_len=output, seed=options.seed)
+    report = asyncio.run(
+        measure_pictures(
+            target,
+            chats,
+            streams=options.streams,
+            input_len=options.input_len,
+            output_len=output,
+            vocab_size=options.vocab_size,
+            seconds=options.seconds,
+            concurrency=options.concurrency,
+            seed=options.seed,
+        )
+    )
+    print(picture_table(report))
+    write_json({"model": model, "kind": options.kind, "report": asdict(report)}, options.json)
+    return 1 if report.failed else 0
+
+
 async def _trials(
     target: LoadTarget,
     workload: Callable[[float, int], list[LoadRequest]],
@@ -201,6 +237,12 @@ def duration(text: str) -> float:
     """Read seconds: 500ms, 0.5s or 0.5. Raises ArgumentTypeError."""
     number, unit = (text[:-2], 1e-3) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
     return positive(number) * unit
+
+
+def size(text: str) -> tuple[int, int]:
+    """Read WIDTHxHEIGHT. Raises ArgumentTypeError."""
+    width, _, height = text.partition("x")
+    return at_least(1)(width), at_least(1)(height)
 
 
 def _target(options: argparse.Namespace) -> tuple[str, LoadTarget]:

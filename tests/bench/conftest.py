@@ -4,7 +4,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,11 +12,12 @@ import pytest
 class Handler(http.server.BaseHTTPRequestHandler):
     """Streams as many chunks as max_tokens asks for, without text for a prompt "silent"; refuses a prompt "bad".
 
-    prompts: all that came
+    prompts: all that came. refuses_pictures: whether it refuses prompts that are lists of parts too
     """
 
     models = json.dumps({"data": [{"id": "m"}]}).encode()
-    prompts: ClassVar[list[str | list[int]]] = []
+    prompts: ClassVar[list[str | list[Any]]] = []
+    refuses_pictures = False
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
@@ -30,7 +31,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/v1/chat/completions":
             body["prompt"] = body["messages"][0]["content"]
         self.prompts.append(body["prompt"])
-        if body["prompt"] == "bad":
+        if body["prompt"] == "bad" or (self.refuses_pictures and "messages" in body):
             self._reply(400, b'{"error": {"message": "no"}}')
             return
         silent = {"text": "", "finish_reason": None} | ({"token_ids": [7]} if body.get("return_token_ids") else {})
