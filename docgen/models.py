@@ -81,6 +81,7 @@ ROWS = (
     Row("Granite 4", "4.0-micro, h-micro, h-tiny, h-small", ("GraniteMoeHybrid",), _QWEN),
     Row("Bamba", "9B", ("Bamba",)),
     Row("Nemotron-H, Nemotron 3", "4B to 56B; 30B-A3B, 120B-A12B", ("NemotronH",)),
+    Row("Falcon-H1", "0.5B to 34B", ("FalconH1",)),
     Row("Kimi-Linear", "48B-A3B", ("KimiLinear",)),
     Row("ERNIE 4.5", "0.3B", ("Ernie4_5",), _QWEN),
     Row("ERNIE 4.5 MoE", "21B-A3B, 300B-A47B", ("Ernie4_5_Moe",), ("hermes", "ernie45")),

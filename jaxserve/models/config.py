@@ -149,10 +149,29 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """The biases of a Mamba-2 layer: of the convolution, and of both projections."""
+    """What the layers of Mamba-2 have beside their state.
+
+    conv_bias, proj_bias: biases of the convolution, and of both projections.
+    norm: of the result times the gate, or of the result before that, or none.
+    scales: of the rows z, x, B, C and dt of the first projection; (): there are none.
+    """
 
     conv_bias: bool = True
     proj_bias: bool = False
+    norm: Literal["gated", "before_gate", "none"] = "gated"
+    scales: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class FalconH1Config:
+    """The scales of Falcon-H1's layers: of what goes into Mamba-2 and attention, of their results, and of the MLP."""
+
+    state_in: float
+    state_out: float
+    attention_in: float
+    attention_out: float
+    gate: float
+    down: float
 
 
 @dataclass(frozen=True)
@@ -227,6 +246,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     gemma4: Gemma4Config | None = None
     mamba2: Mamba2Config | None = None
+    falcon_h1: FalconH1Config | None = None
     packed_qkv: bool = False  # the checkpoint stores q, k and v as one tensor
     packed_gate_up: bool = False  # the checkpoint stores gate and up as one tensor
     packed_experts: PackedExperts = "none"  # form of a tensor with all experts of a layer

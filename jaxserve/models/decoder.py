@@ -176,10 +176,22 @@ class Decoder(KeepsChoices):
         ropes, specs = self.config.ropes, self.config.mixers
         tables = {rope: rope_table(rope, positions) for rope in ropes if rope is not None}
         frames = [LayerFrame(spec, rope, rope and tables[rope]) for spec, rope in zip(specs, ropes, strict=True)]
-        x, new_caches, choices = run_layers(self.layers, x, frames, caches, attend, linear, added)
+        x, new_caches, choices = self.run(x, frames, caches, attend, linear, added)
         if choices:
             self.keep_choices(jnp.stack(choices, axis=1))
         return self.norm(x), new_caches
+
+    def run(
+        self,
+        x: jax.Array,
+        frames: Sequence[LayerFrame],
+        caches: Sequence[Cache],
+        attend: AttendLayer,
+        linear: Products,
+        added: Sequence[jax.Array],
+    ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
+        """Run the layers, see `run_layers`. frames: one a cache"""
+        return run_layers(self.layers, x, frames, caches, attend, linear, added)
 
 
 @dataclass(frozen=True)

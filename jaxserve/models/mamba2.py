@@ -1,4 +1,4 @@
-"""The Mamba-2 layer (https://arxiv.org/abs/2405.21060) of models that also have attention, as Bamba and Granite 4.
+"""The Mamba-2 layer (https://arxiv.org/abs/2405.21060) of models that also have attention: Bamba, Granite 4, Falcon-H1.
 
 In the terms of `ops.state`, B is the key, C the query and x the value, and the heads with one B and C are a key head.
 """
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxserve.models.config import ModelConfig
@@ -47,24 +48,30 @@ class Taps(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """weight * y / rms(y) over the heads of each group, in float32, of y = x * silu(gate).
+    """weight * y / rms(y) over the heads of each group, in float32, of y = x * silu(gate); or the gate comes last.
 
     A group that is split over devices is summed over them.
     """
 
-    def __init__(self, spec: StateSpec, eps: float) -> None:
+    def __init__(self, spec: StateSpec, eps: float, *, before_gate: bool) -> None:
         self.weight = param((spec.heads * spec.v_dim,), ("q_heads",), _FLOAT32, init="ones")
         self.groups, self.is_split = spec.key_heads // spec.copies, spec.copies > 1
-        self.eps = eps
+        self.eps, self.before_gate = eps, before_gate
 
     def __call__(self, x: jax.Array, gate: jax.Array, linear: Products) -> jax.Array:
         """Norm x [T, H V] by gate [T, H V] -> [T, H V] in gate's dtype."""
-        y = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        y = x.astype(jnp.float32) if self.before_gate else gated(x, gate)
         y = linear.whole(y, self._over_rms) if self.is_split else self._over_rms(y)
-        return (y * self.weight[...][None, :]).astype(gate.dtype)
+        y = y * self.weight[...][None, :]
+        return (gated(y, gate) if self.before_gate else y).astype(gate.dtype)
 
     def _over_rms(self, x: jax.Array) -> jax.Array:
         return over_rms(x.reshape(x.shape[0], self.groups, -1), self.eps).reshape(x.shape)
+
+
+def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Return x * silu(gate) in float32."""
+    return x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
 
 
 class Mamba2(nnx.Module):
@@ -90,14 +97,16 @@ class Mamba2(nnx.Module):
         )
         self.conv1d = Taps(spec, dtype, bias=own.conv_bias)
         self.A_log, self.D, self.dt_bias = (param((spec.heads,), ("q_heads",), _FLOAT32) for _ in range(3))
-        self.norm = GroupNorm(spec, config.norm_eps)
+        before_gate = own.norm == "before_gate"
+        self.norm = None if own.norm == "none" else GroupNorm(spec, config.norm_eps, before_gate=before_gate)
+        self.scales = own.scales
         self.out_proj = Linear((model, inner), ("embed", "q_heads"), dtype, bias=own.proj_bias)
 
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         """Run the layer on x [T, D], which needs no rotation -> (out [T, D], cache)."""
-        y = self.in_proj(x, linear)
+        y = self._scaled(self.in_proj(x, linear))
         z, raw = y[:, :, : self.values], y[:, :, self.values :]
         bias = self.conv1d.bias
         weights = StateWeights(
@@ -108,8 +117,18 @@ class Mamba2(nnx.Module):
             self.D[...],
         )
         out, cache = attend(StateInputs(raw, weights), cache)
-        out = self.norm(out.reshape(x.shape[0], -1), z.reshape(x.shape[0], -1), linear)
+        out, z = out.reshape(x.shape[0], -1), z.reshape(x.shape[0], -1)
+        out = gated(out, z).astype(z.dtype) if self.norm is None else self.norm(out, z, linear)
         return self.out_proj(out, linear), cache
+
+    def _scaled(self, rows: jax.Array) -> jax.Array:
+        """Return rows [T, Hk, rows] times the scale of each kind, in their dtype."""
+        if not self.scales:
+            return rows
+        z, x, b, c, dt = self.scales
+        keys, values, group = self.spec.k_dim, self.values, self.spec.group
+        each = np.repeat(np.float32([z, c, b, x, dt]), [values, keys, keys, values, group])
+        return (rows.astype(jnp.float32) * each[None, None, :]).astype(rows.dtype)
 
 
 def _convolved(spec: StateSpec) -> tuple[_Piece, ...]:

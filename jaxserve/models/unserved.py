@@ -76,12 +76,6 @@ FAMILIES = (
         _DEEPSEEK,
     ),
     Unserved(
-        "Falcon-H1",
-        ("FalconH1ForCausalLM",),
-        "attention and Mamba-2 side by side",
-        ("Granite-4.0-h-tiny", "GraniteMoeHybridForCausalLM"),
-    ),
-    Unserved(
         "Inkling",
         tuple(f"{name}For{kind}" for name in ("Inkling", "Inkling2", "Inkling2Loop")
               for kind in ("CausalLM", "ConditionalGeneration")),

@@ -31,7 +31,7 @@ from tests.quick import quick_programs
 
 PAGE, BORDER, LONGEST, NEW = 16, 64, 256, 30
 OTHERS = ("lfm2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5, deterministic")
-OTHERS += ("bamba", "granite4", "nemotron_h", "kimi_linear")
+OTHERS += ("bamba", "granite4", "nemotron_h", "kimi_linear", "falcon_h1")
 SERVED = ["lfm2", "qwen3_5", *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
 
 

@@ -596,6 +596,17 @@ _EXPERTS_OF_NEMOTRON = {
     "topk_group": 1,
     "routed_scaling_factor": 1.5,
 }
+_SCALES_OF_FALCON = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 0.8, 1.2, 1.5, 0.9],
+    "mlp_multipliers": [0.9, 0.6],
+}
 # Families with recurrent layers.
 STATE_CASES: dict[str, dict[str, Any]] = {
     "qwen3_next": _case(
@@ -666,6 +677,28 @@ STATE_CASES: dict[str, dict[str, Any]] = {
         time_step_min=1e-6,  # transformers limits dt by it, in prompts only, and by no other key
     )
     | {"num_hidden_layers": 6},
+    "falcon_h1": _case(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        **_MAMBA | {"mamba_n_groups": 2},
+        **_SCALES_OF_FALCON,
+        mamba_d_ssm=64,
+        mamba_rms_norm=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "falcon_h1_norm": _case(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        **_MAMBA,
+        mamba_d_ssm=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        key_multiplier=0.5,
+    ),
     "kimi_linear": _case(
         "KimiLinearForCausalLM",
         "kimi_linear",

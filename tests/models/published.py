@@ -71,6 +71,14 @@ _NEMOTRON3_NANO = _hf(
     moe_shared_expert_intermediate_size=3712,
     routed_scaling_factor=2.5,
 )
+_FALCON_H1 = _hf(
+    *("FalconH1ForCausalLM", 1024, 2048, 36, 8, 2, 32784),
+    head_dim=64,
+    mamba_d_ssm=1536,
+    mamba_n_heads=24,
+    mamba_d_head=64,
+    mamba_d_state=128,
+)
 _KIMI_LINEAR = _hf(
     *("KimiLinearForCausalLM", 2304, 9216, 27, 32, 32, 163840),
     linear_attn_config={
@@ -247,6 +255,7 @@ PUBLISHED = {
     "Granite-4.0-micro": Published(_GRANITE4, 3.403),
     "Granite-4.0-h-tiny": Published(_GRANITE4_H_TINY, 6.939),
     "Nemotron-3-Nano-30B-A3B": Published(_NEMOTRON3_NANO, 31.578),
+    "Falcon-H1-0.5B": Published(_FALCON_H1, 0.521),
     "Kimi-Linear-48B-A3B": Published(_KIMI_LINEAR, 49.123),
     "Qwen1.5-MoE-A2.7B": Published(_QWEN2_MOE, 14.316),
     "OLMoE-1B-7B": Published(_OLMOE, 6.919),

@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"architectures": ["Gemma4ForCausalLM"], "tie_word_embeddings": False},
     "llama4": CASES["llama4"]["text_config"] | {"architectures": ["Llama4ForCausalLM"]},
     "granite4": STATE_CASES["granite4"],  # a state's one group is on all devices
+    "falcon_h1": STATE_CASES["falcon_h1_norm"],  # likewise, with a norm before the gate
     # norms over all heads, and a vocabulary that cannot be split
     "olmo2": CASES["olmo2"] | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 97},
 }
@@ -90,7 +91,7 @@ LONG: dict[str, list[Run]] = {
     ],
     "adapters": [("packed", 4, 1), ("qwen3_moe", 2, 2), ("gpt_oss", 2, 2), ("deepseek_v3", 2, 2), ("gemma4_e", 2, 1)],
     "engine with adapters": [("llama", 4, 1), ("llama", 8, 1)],
-    "model": [("granite4", 4, 1), ("granite4", 2, 2)],
+    "model": [("granite4", 4, 1), ("granite4", 2, 2), ("falcon_h1", 4, 1)],
 }
 
 

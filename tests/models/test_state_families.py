@@ -99,6 +99,21 @@ def state_with(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
     return lambda c: c.replace(layer_states=tuple(state and replace(state, **changes) for state in c.layer_states))
 
 
+def of_falcon(**changes: float) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda c: c.replace(falcon_h1=c.falcon_h1 and replace(c.falcon_h1, **changes))
+
+
+def of_mamba(row: str) -> Callable[[ModelConfig], ModelConfig]:
+    """Without the scale of some rows of the first projection."""
+
+    def changed(config: ModelConfig) -> ModelConfig:
+        assert config.mamba2 is not None
+        kept = zip(("z", "x", "B", "C", "dt"), config.mamba2.scales, strict=True)
+        return config.replace(mamba2=replace(config.mamba2, scales=tuple(1.0 if n == row else s for n, s in kept)))
+
+    return changed
+
+
 OTHER_MUTANTS: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     (
         "lfm2",
@@ -116,6 +131,20 @@ OTHER_MUTANTS: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("nemotron_h", "squared ReLU", lambda c: c.replace(activation="silu")),
     ("nemotron_h", "no rotation", lambda c: c.replace(rope_layers=())),
     ("nemotron_h", "scale of experts", lambda c: c.replace(moe=replace(c.moe, scale=1.0) if c.moe else None)),
+    ("falcon_h1", "scale of embeddings", lambda c: c.replace(embed_scale=1.0)),
+    ("falcon_h1", "scale of logits", lambda c: c.replace(logit_scale=1.0)),
+    ("falcon_h1", "scale of keys", lambda c: c.replace(attention_scale=None)),
+    *(
+        ("falcon_h1", f"scale {name}", of_falcon(**{name: 1.0}))
+        for name in ("state_in", "state_out", "attention_in", "attention_out", "gate", "down")
+    ),
+    *(("falcon_h1", f"scale of {row}", of_mamba(row)) for row in ("z", "x", "B", "C", "dt")),
+    ("falcon_h1", "base of the rotation", lambda c: c.replace(rope=replace(c.rope, theta=1e4))),
+    (
+        "falcon_h1_norm",
+        "norm before the gate",
+        lambda c: c.replace(mamba2=c.mamba2 and replace(c.mamba2, norm="gated")),
+    ),
     ("kimi_linear", "no rotation", lambda c: c.replace(rope_layers=())),
     ("kimi_linear", "decay without a floor", state_with(decay_floor=-5.0)),
 ]
@@ -178,6 +207,12 @@ def test_a_model_without_a_feature_is_off(name: str, change: Callable[[ModelConf
         ("nemotron_h", {"hybrid_override_pattern": "MEX*-M"}, "layers must be M, [*], E or -"),
         ("nemotron_h", {"hybrid_override_pattern": "ME*-M"}, "5 layers are described"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "'mlp_hidden_act' is 'silu'"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "'ssm_multipliers' must be 5 numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, "2"]}, "'mlp_multipliers' must be 2 numbers"),
+        ("falcon_h1", {"projectors_bias": True}, "'mamba_proj_bias' and 'projectors_bias' must be equal"),
+        ("falcon_h1", {"mamba_d_head": 17}, "4 Mamba-2 heads of 17 are not 64 numbers"),
+        ("falcon_h1", {"mamba_use_mlp": False}, "'mamba_use_mlp' is False"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "'hidden_act' must be 'silu' in Mamba-2 layers"),
         ("kimi_linear", {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}}, "each of 3 layers once"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "router of DeepSeek-V3"),
     ],
