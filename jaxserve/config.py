@@ -506,26 +506,33 @@ class RuntimeSection(Section):
     )
 
 
-NUM_NGRAM_DRAFTS = 15  # they cost nothing until they are computed
-NUM_DRAFTS = 4  # of a draft model, which computes them one after the other
+# Guesses if their number is not configured. N-grams cost nothing until they are computed; the others are computed one
+# after the other, and an MTP head was trained to make one.
+NUM_DRAFTS = {"off": 0, "ngram": 15, "draft_model": 4, "eagle3": 4, "mtp": 3}
 
 
 class SpeculationSection(Section):
     """Several tokens per step: guessed tokens are verified together. The output does not change."""
 
-    method: Literal["off", "ngram", "draft_model"] = Field(
+    method: Literal["off", "ngram", "draft_model", "mtp", "eagle3"] = Field(
         "off",
         description="Where guesses come from. ngram: what followed the last tokens earlier in prompt and output. "
-        "draft_model: a small model with the same vocabulary.",
+        "draft_model: a small model with the same vocabulary. mtp: the checkpoint's own head for multi-token "
+        "prediction. eagle3: a head in EAGLE-3's form that was made for this model.",
     )
     draft_model: Text | None = Field(
-        None, description="The model of method draft_model, as model.path: a directory or a name on the hub."
+        None,
+        description="The model of method draft_model or the head of eagle3, as model.path: a directory or a name on "
+        "the hub.",
     )
     draft_revision: Text | None = Field(
         None, description="Branch, tag or commit of speculation.draft_model on the hub."
     )
     num_speculative_tokens: Int | None = Field(
-        None, ge=1, le=31, description="Maximum number of guessed tokens per step. null: 15, of a draft model 4."
+        None,
+        ge=1,
+        le=31,
+        description="Maximum number of guessed tokens per step. null: 15 of ngram, 3 of mtp, 4 of the others.",
     )
     prompt_lookup_min: Int = Field(2, ge=1, le=64, description="Number of last tokens that must match.")
     prompt_lookup_max: Int = Field(
@@ -543,29 +550,32 @@ class SpeculationSection(Section):
     @classmethod
     def _of_ngram(cls, value: int, info: ValidationInfo) -> int:
         default = cls.model_fields[str(info.field_name)].default  # as `jaxserve config show` writes it
-        if value != default and info.data.get("method") == "draft_model":
+        if value != default and info.data.get("method") in ("draft_model", "mtp", "eagle3"):
             raise ValueError("it is for the method ngram")
         return value
 
     @field_validator("draft_model", "draft_revision")
     @classmethod
     def _of_method(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("method", "draft_model") != "draft_model":
-            raise ValueError("it is for the method draft_model")
+        if value is not None and info.data.get("method", "draft_model") not in ("draft_model", "eagle3"):
+            raise ValueError("it is for the methods draft_model and eagle3")
         return value
 
     @model_validator(mode="after")
     def _with_model(self) -> SpeculationSection:
-        if self.method == "draft_model" and self.draft_model is None:
-            raise ValueError("the method draft_model needs speculation.draft_model")
+        if self.method in ("draft_model", "eagle3") and self.draft_model is None:
+            raise ValueError(f"the method {self.method} needs speculation.draft_model")
         return self
 
     @property
     def max_drafts(self) -> int:
         """Most guessed tokens of a request in a step; 0: no speculation."""
-        if self.method == "off":
-            return 0
-        return self.num_speculative_tokens or (NUM_DRAFTS if self.method == "draft_model" else NUM_NGRAM_DRAFTS)
+        return self.num_speculative_tokens or NUM_DRAFTS[self.method] if self.method != "off" else 0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device makes the guesses."""
+        return self.method in ("draft_model", "mtp", "eagle3")
 
 
 class AdapterEntry(BaseModel):

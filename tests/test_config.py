@@ -164,8 +164,9 @@ def test_several_mistakes_are_all_named() -> None:
 
 
 @pytest.mark.parametrize("key", ["prompt_lookup_min", "prompt_lookup_max"])
-def test_a_draft_model_looks_nothing_up(key: str) -> None:
-    drafts: dict[str, Any] = {"method": "draft_model", "draft_model": "small"}
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_draft_model_looks_nothing_up(method: str, key: str) -> None:
+    drafts: dict[str, Any] = {"method": method, "draft_model": "small"}
     wrong: dict[str, Any] = {**drafts, key: 5}
     with pytest.raises(ConfigError, match=f"^speculation.{key}: .*it is for the method ngram"):
         Config.of(**wrong)

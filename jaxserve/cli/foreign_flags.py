@@ -63,7 +63,8 @@ class Key:
     others: the value, with a notice, for any word that is not one of the key's own
     many: whether the flag takes several words
     note: notice that is shown when the flag is used
-    fields: the flag's value is a JSON object, and each of its fields sets a key; the others are refused
+    fields: the flag's value is a JSON object, and each of its fields sets a key; the others are refused. `words` are
+    then values of the field that sets `key`
     """
 
     key: str
@@ -86,7 +87,8 @@ class Key:
             raise ConfigError(f"{text[:200]} should be a JSON object", fix=f"write one with some of {names}")
         if unknown := [name for name in found if name not in self.fields]:
             raise ConfigError(f"the field {unknown[0][:40]} is not served", fix="leave it out")
-        return {self.fields[name]: str(value) for name, value in found.items()}
+        texts = {self.fields[name]: str(value) for name, value in found.items()}
+        return texts | {key: self.words.get(text, text) for key, text in texts.items() if key == self.key}
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,11 @@ _LORA = Refused(
 )
 _LORA_SWITCH = Refused(f"write --max-loras N beside it, or {_LORA.fix.removeprefix('write ')}", beside="lora.slots")
 _SPECULATION = Refused(
-    "write --speculation.method ngram, or draft_model with --speculation.draft_model DIR: no other method is served yet"
+    "write --speculation.method ngram or mtp, or draft_model or eagle3 with --speculation.draft_model DIR: no other "
+    "method is served yet"
 )
+# the methods of vLLM that name the family of a checkpoint's own head
+_MTP = dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp")
 _CHAIN = "drafts are a chain, not a tree"
 _NODES = Refused("leave it out: --nnodes, --node-rank and --master-addr make one engine of several machines")
 _SPLIT = Refused("write --replicas N --prefill-replicas K: K of the N engines of a server only compute prompts")
@@ -461,14 +466,15 @@ ROWS: list[tuple[str, Answer]] = [
     ("--lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
      "--specialize-active-lora! --enable-lora-* --enable-mixed-moe-lora-format! --enable-moe-shared-loras! "
      "--enable-tower-connector-lora! --experts-shared-outer-loras --qlora-adapter-name-or-path --uno-lora-path", _LORA),
-    ("--speculative-algorithm", Key("speculation.method", words={"ngram": "ngram", "standalone": "draft_model"})),
+    ("--speculative-algorithm", Key("speculation.method", words={
+        "ngram": "ngram", "standalone": "draft_model", "eagle3": "eagle3", "nextn": "mtp"})),
     ("--speculative-draft-model-path --speculative-draft-model", Key("speculation.draft_model")),
     ("--speculative-draft-model-revision", Key("speculation.draft_revision")),
     ("--num-speculative-tokens --speculative-num-steps", Key("speculation.num_speculative_tokens")),
     ("--speculative-num-draft-tokens",
      Key("speculation.num_speculative_tokens", note="guesses are counted here, without the token before them")),
     ("--speculative-eagle-topk", NoEffect(_CHAIN, ("1",), f"leave it out: {_CHAIN}")),
-    ("--speculative-config -sc", Key("speculation.method", fields={
+    ("--speculative-config -sc", Key("speculation.method", words=_MTP, fields={
         "method": "speculation.method",
         "model": "speculation.draft_model",
         "revision": "speculation.draft_revision",

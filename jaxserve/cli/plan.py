@@ -12,7 +12,7 @@ would fit without them.
 The size of the weights is printed above the table. Quantized weights count in the bits of the checkpoint, the others in
 --dtype. If a mesh has no room for a full context, the fewest devices that have room are also named there.
 
-A draft model (speculation.draft_model) is not counted: each device has its weights too, and its KV of every token.
+A draft model or head (speculation.method) is not counted: its weights, and its KV of every token, are on devices too.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def make_bundle(
     """
     if config.runtime.bundle is not None:
         raise ConfigError("runtime.bundle is set, and this command writes one", fix="leave runtime.bundle out")
-    if config.speculation.draft_model is not None:
-        raise ConfigError("a bundle has no draft model yet", fix="leave speculation.draft_model out")
+    if config.speculation.on_device:
+        raise ConfigError("a bundle has neither a draft model nor a head yet", fix="leave speculation.method out")
     if config.mesh.hosts > 1:
         raise ConfigError("a bundle is for one host", fix="leave mesh.hosts out")
     section = config.mesh

@@ -32,11 +32,12 @@ from jaxserve.grammar.matcher import BitmaskFiller, MatcherFactory
 from jaxserve.model_files import read_object
 from jaxserve.models.checkpoint.chosen_form import choose_head, choose_quantization
 from jaxserve.models.checkpoint.files import LOGIT_SCORE, ModelFiles
-from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.hf_config import read_config, read_eagle
 from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model, random_model
 from jaxserve.models.checkpoint.sentence_files import embedding_prompt, is_embedder, read_pooling
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.draft_head import predictor_config, with_taps
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
@@ -233,9 +234,14 @@ def engine_info(
 
 def _described(section: SpeculationSection) -> str:
     """Return EngineInfo.drafter."""
-    sources = {"off": "", "ngram": "n-grams", "draft_model": section.draft_model}
-    source = sources[section.method]
+    source = _source(section)
     return f"{source}, at most {section.max_drafts} tokens a step" if source else ""
+
+
+def _source(section: SpeculationSection) -> str | None:
+    """Return where guesses come from, in words; "": there are none."""
+    of_method = {"off": "", "ngram": "n-grams", "mtp": "the checkpoint's own head (MTP)"}
+    return of_method.get(section.method, section.draft_model)
 
 
 def _pictures(runner: ModelRunner | EncoderRunner) -> PictureInfo | None:
@@ -307,7 +313,7 @@ def build_engine(
     check_handover(config, loaded.config, generates=model.generates)
     config = config if model.generates else config.replace(speculation=_NO_DRAFTS)
     config = config if early else config.replace(runtime={"wait_for_programs": True})
-    draft = load_draft_model(config, loaded, mesh, send)
+    draft = load_draft_model(config, loaded, files, mesh, send)
     vocab_size, eos_token_ids = loaded.config.vocab_size, model.eos_token_ids
     matchers = MatcherFactory(tokenizer.to_json(vocab_size), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if model.generates:
@@ -394,9 +400,14 @@ def _tokenizer_dir(config: Config, directory: Path) -> Path:
     return directory if config.model.tokenizer is None else resolve(config.model.tokenizer)
 
 
-def read_model(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[ModelConfig, jnp.dtype]:
-    """Return the model's configuration as it is served on `mesh`, and the dtype of its weights. Raises ConfigError."""
-    model_config = read_config(files)
+def read_model(
+    config: Config, files: ModelFiles, mesh: DeviceMesh, found: ModelConfig | None = None
+) -> tuple[ModelConfig, jnp.dtype]:
+    """Return the model's configuration as it is served on `mesh`, and the dtype of its weights. Raises ConfigError.
+
+    found: the configuration as published; None: it is read
+    """
+    model_config = found or read_config(files)
     if model_config.vision is not None and config.mesh.hosts > 1:
         logger.warning("pictures are not served over several hosts: the model is served as text")
     if not config.media.max_items or config.mesh.hosts > 1:
@@ -414,7 +425,12 @@ def read_model(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[Mod
 
 def load(config: Config, files: ModelFiles, mesh: DeviceMesh, send: Send) -> LoadedModel:
     """Load the weights, quantized if the configuration asks for it. Raises ConfigError."""
-    model_config, dtype = read_model(config, files, mesh)
+    return _loaded(config, files, *read_model(config, files, mesh), mesh, send)
+
+
+def _loaded(
+    config: Config, files: ModelFiles, model_config: ModelConfig, dtype: jnp.dtype, mesh: DeviceMesh, send: Send
+) -> LoadedModel:
     load_format, seed = config.model.load_format, config.runtime.random_seed or 0
     if load_format == "random":
         return random_model(files, dtype=dtype, config=model_config, mesh=mesh.mesh, seed=seed)
@@ -428,19 +444,43 @@ def load(config: Config, files: ModelFiles, mesh: DeviceMesh, send: Send) -> Loa
     )
 
 
-def load_draft_model(config: Config, served: LoadedModel, mesh: DeviceMesh, send: Send) -> LoadedModel | None:
-    """Load speculation.draft_model; None if there is none. Raises ConfigError, also if it has another vocabulary."""
+def load_draft_model(
+    config: Config, served: LoadedModel, files: ModelFiles, mesh: DeviceMesh, send: Send
+) -> LoadedModel | None:
+    """Load the draft model or head of `speculation`; None if there is none. files: of the served model
+
+    Raises ConfigError, also if it does not fit the served model.
+    """
     section = config.speculation
-    if section.draft_model is None:
+    if not section.on_device:
         return None
-    as_published = {"quantization": "auto", "quantize_head": False, "max_model_len": None}
-    config = config.replace(model={"path": section.draft_model, "revision": section.draft_revision} | as_published)
-    files = ModelFiles.open(locate(config))
-    check_draft_model(read_config(files), served.config)
-    draft = load(config, files, mesh, send)
-    count = config.speculation.max_drafts
-    logger.info("speculation: %s proposes %d tokens a step, %s", section.draft_model, count, _size(draft))
+    if section.method == "mtp":
+        draft = _loaded(config, files, *_own_head(config, files, mesh), mesh, send)
+    else:
+        as_published = {"quantization": "auto", "quantize_head": False, "max_model_len": None}
+        if section.method == "eagle3":  # it reads the model's hidden states
+            as_published["dtype"] = served.structure.activation_dtype.name
+        config = config.replace(model={"path": section.draft_model, "revision": section.draft_revision} | as_published)
+        files = ModelFiles.open(locate(config))
+        found = with_taps(read_eagle(files), served.config) if section.method == "eagle3" else read_config(files)
+        check_draft_model(found, served.config)
+        model, dtype = read_model(config, files, mesh, found)
+        draft = _loaded(config, files, model, dtype, mesh, send)
+    source, count = _source(section), section.max_drafts
+    logger.info("speculation: %s proposes %d tokens a step, %s", source, count, _size(draft))
     return draft
+
+
+def _own_head(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[ModelConfig, jnp.dtype]:
+    """Return the configuration of the checkpoint's own head, and the dtype of its weights. Raises ConfigError."""
+    model, dtype = read_model(config, files, mesh)
+    head = predictor_config(model)
+    if head is None or files.format != "safetensors":
+        raise ConfigError(
+            f"speculation.method mtp: {model.architecture} in {files.directory} has no head that is served",
+            fix="leave speculation.method out, or set it to ngram",
+        )
+    return head, dtype
 
 
 def _size(loaded: LoadedModel) -> str:
@@ -490,7 +530,8 @@ def make_runner(
             raise ConfigError("a bundle is for one host", fix="leave runtime.bundle out")
         if draft is not None:
             raise ConfigError(
-                "a bundle has no draft model yet", fix="leave runtime.bundle or speculation.draft_model out"
+                "a bundle has neither a draft model nor a head yet",
+                fix="leave runtime.bundle or speculation.method out",
             )
         store, resolved = _bundle(config.runtime.bundle, loaded, resolved, mesh, backend)
     else:
@@ -616,7 +657,7 @@ def _drafter(section: SpeculationSection, vocab_size: int) -> Drafter | None:
             return None
         case "ngram":
             return NGramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
-        case "draft_model":
+        case "draft_model" | "mtp" | "eagle3":
             return DeviceDrafts(vocab_size)
 
 

@@ -190,6 +190,35 @@ class Gemma4Config:
 
 
 @dataclass(frozen=True)
+class PredictorHead:
+    """A checkpoint's own head for multi-token prediction (MTP), see `models.draft_head`.
+
+    tensors: the checkpoint's beginnings of names, and here: token_norm, hidden_norm, join, layer, norm; of these the
+    first that fits counts. token_first: the embedding comes before the hidden state in the input of `join`.
+    feeds_normed: the next guess gets the result after the last norm; else before it.
+    """
+
+    tensors: Rules
+    token_first: bool = True
+    feeds_normed: bool = True
+
+
+@dataclass(frozen=True)
+class EagleHead:
+    """A head in EAGLE-3's form (https://arxiv.org/abs/2503.01840), see `models.draft_head`.
+
+    width: hidden size of the model that it guesses for. vocab_size: tokens that it can guess.
+    taps: it reads the hidden states after so many layers; (): after 2, half, and all but 3.
+    norm_first: the residual is the hidden state after its norm.
+    """
+
+    width: int
+    vocab_size: int
+    taps: tuple[int, ...] = ()
+    norm_first: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One model's configuration, made by `hf_config.from_hf`. Every field is static and hashable."""
 
@@ -252,6 +281,8 @@ class ModelConfig:
     packed_experts: PackedExperts = "none"  # form of a tensor with all experts of a layer
     weight_block: tuple[int, int] | None = None  # rows and columns of an FP8 weight that share a scale
     vision: VisionConfig | None = None  # a tower whose rows stand for tokens; None: the model takes no pictures
+    predictor: PredictorHead | None = None  # the checkpoint's own head that guesses further tokens; None: none is known
+    head: PredictorHead | EagleHead | None = None  # None: this is a model; else it is such a head, of one layer
     bidirectional: bool = False  # an encoder: makes embeddings and generates no text
     type_vocab_size: int = 0  # token types of an encoder
     position_offset: int = 0  # row of an encoder's position table that the first token uses

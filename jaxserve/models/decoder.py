@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 import jax
@@ -168,15 +168,16 @@ class Decoder(KeepsChoices):
         attend: AttendLayer,
         linear: Products,
         added: Sequence[jax.Array] = (),
+        taps: Taps | None = None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """Run all layers: x [T, D], positions int32 [T] -> (normed hidden [T, D], caches, one per layer).
 
-        The cache of a layer that reads another's is None. added: see `run_layers`
+        The cache of a layer that reads another's is None. added, taps: see `run_layers`
         """
         ropes, specs = self.config.ropes, self.config.mixers
         tables = {rope: rope_table(rope, positions) for rope in ropes if rope is not None}
         frames = [LayerFrame(spec, rope, rope and tables[rope]) for spec, rope in zip(specs, ropes, strict=True)]
-        x, new_caches, choices = self.run(x, frames, caches, attend, linear, added)
+        x, new_caches, choices = self.run(x, frames, caches, attend, linear, added, taps)
         if choices:
             self.keep_choices(jnp.stack(choices, axis=1))
         return self.norm(x), new_caches
@@ -189,9 +190,21 @@ class Decoder(KeepsChoices):
         attend: AttendLayer,
         linear: Products,
         added: Sequence[jax.Array],
+        taps: Taps | None,
     ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
         """Run the layers, see `run_layers`. frames: one a cache"""
-        return run_layers(self.layers, x, frames, caches, attend, linear, added)
+        return run_layers(self.layers, x, frames, caches, attend, linear, added, taps)
+
+
+@dataclass
+class Taps:
+    """Hidden states inside a decoder that its caller wants: those after so many `layers`, ascending, from 1 on.
+
+    states: filled by the call, [T, D] each
+    """
+
+    layers: tuple[int, ...] = ()
+    states: list[jax.Array] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -214,6 +227,7 @@ def run_layers(
     attend: AttendLayer,
     linear: Products,
     added: Sequence[jax.Array] = (),
+    taps: Taps | None = None,
 ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
     """Run the layers in order on x [T, D] -> (x [T, D], caches, expert ids int32 [T, K] of each sparse layer).
 
@@ -244,6 +258,8 @@ def run_layers(
         choices += [] if chosen is None else [chosen]
         if index < len(added):
             x = x + added[index]
+        if taps is not None and index + 1 in taps.layers:
+            taps.states.append(x)
     return x, tuple(new_caches), choices
 
 
@@ -293,18 +309,19 @@ class CausalLM(nnx.Module):
         attend: AttendLayer,
         linear: Products = Products(),
         pictures: PictureRows | None = None,
+        taps: Taps | None = None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """Run token_ids and positions int32 [T] -> (hidden [T, D] after the final norm, caches per layer).
 
         The cache of a layer that reads another's is None. positions: of the rotation; [3, T] for a model that has a
-        tower, see `rope_table`
+        tower, see `rope_table`. taps: filled with hidden states inside the model
         """
         x = linear.whole(self.embed(token_ids))
         if pictures is None:
-            return self.model(x, positions, caches, attend, linear)
+            return self.model(x, positions, caches, attend, linear, taps=taps)
         first, *added = (pictures.of(part).astype(x.dtype) for part in range(pictures.pool.shape[0]))
         x = jnp.where(pictures.tokens[:, None] >= 0, first, x)
-        return self.model(x, positions, caches, attend, linear, added)
+        return self.model(x, positions, caches, attend, linear, added, taps)
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Embed token_ids int32 [T] -> [T, D], the input of the first layer."""

@@ -1,32 +1,52 @@
-"""A draft model on the device: a small model with the served model's vocabulary that guesses the next tokens.
+"""Drafts on the device: a small model with the served model's vocabulary, or a head, guesses the next tokens.
 
 It computes each token that the served model computes, in the same program, and keeps its K and V in further layers of
 layer group 0: on the same pages, so that prefix hits, preemption and copies of pages need nothing of their own. After a
 step it continues each row greedily. Its K and V of guessed tokens lie behind the row's last token, where the next step
 writes again. Its numbers never reach the served model, so a wrong guess costs time and changes no token.
+
+A head (`models.draft_head`) makes K and V of position p from the model's hidden state of p and the token at p + 1. So a
+step that computes the tokens [start, end) runs it at [start - 1, end - 1): the slot keeps the hidden states of its last
+positions, one of which a row begins with. Behind a prefix hit the slot has none. Then the row runs it at [start, end),
+the last time with a wrong token, which the next step or the next guess replaces. So it never writes a page of the hit,
+whose last position may hold another request's token: that costs a little acceptance for as long as a head sees it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import EagleHead, ModelConfig
 from jaxserve.models.decoder import AttendLayer, CausalLM
+from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.layers import Cache, StateInputs
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads
 from jaxserve.runtime.kv_cache import LayerCache
+from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.step_input import FROM_DEVICE, TokenInput
 
 Leaves = tuple[jax.Array, ...]
 Caches = tuple[Cache, ...]
-# the tokens of rows of one token each -> the attention of all layers, the served model's first
+# tokens -> the attention of all layers, the served model's first
 AttendTo = Callable[[TokenInput], AttendLayer]
+
+
+class Computed(NamedTuple):
+    """What the served model has computed: T tokens.
+
+    hidden: [T, D], what the drafts depend on (`DraftHead.taps`): after the final norm, or inside the model
+    """
+
+    model: CausalLM
+    tokens: TokenInput
+    hidden: tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
@@ -43,11 +63,22 @@ class DraftModel:
     layers: tuple[LayerCache, ...]
     linear: Products
     count: int
+    taps: tuple[int, ...] = ()
+
+    def follow(
+        self, leaves: Leaves, step: Computed, caches: Caches, state: SlotState, attend_to: AttendTo
+    ) -> tuple[Caches, SlotState]:
+        """Compute the tokens of a step too -> (the caches of the draft model, the state).
+
+        leaves: the weights of both models. caches: of the draft model. attend_to: in a program with these caches
+        """
+        _, caches = self.run(leaves, step.tokens, caches, attend_to(step.tokens))
+        return caches, state
 
     def run(self, leaves: Leaves, tokens: TokenInput, caches: Caches, attend: AttendLayer) -> tuple[jax.Array, Caches]:
-        """Compute T tokens -> (hidden states [T, D], the caches of the draft model).
+        """Compute T tokens -> (hidden states [T, D], the caches). leaves, caches: as in `follow`
 
-        leaves: the weights of both models. caches: of the draft model. attend: of the layers of both
+        attend: of the layers of both models
         """
         first = self.first_layer
 
@@ -61,13 +92,14 @@ class DraftModel:
         return model(tokens.token_ids, tokens.positions, caches, attend_own, self.linear)
 
     def propose(
-        self, leaves: Leaves, tokens: TokenInput, room: jax.Array, caches: Caches, attend_to: AttendTo
+        self, leaves: Leaves, last: Computed, room: jax.Array, caches: Caches, state: SlotState, attend_to: AttendTo
     ) -> tuple[jax.Array, Caches]:
         """Continue rows greedily -> (drafts int32 [R, count], -1: none; the caches of the draft model).
 
-        tokens: the last token of each of R rows. room: int32 [R], tokens that fit the row's pages. A row ends where its
-        pages end, because the place behind them belongs to another row.
+        last: the last token of each of R rows, not computed yet. room: int32 [R], tokens that fit the row's pages. A
+        row ends where its pages end, because the place behind them belongs to another row.
         """
+        tokens = last.tokens
         model, drafts = self.bind(leaves[self.first_leaf :]), []
         index = jnp.arange(room.shape[0], dtype=jnp.int32)
         token = tokens.token_ids
@@ -82,9 +114,142 @@ class DraftModel:
         return jnp.stack(drafts, axis=1), caches
 
 
+@dataclass(frozen=True)
+class DraftHeadModel:
+    """The device side of a head. The fields are those of DraftModel; `of_model` are the served model's products."""
+
+    bind: Callable[[Leaves], DraftHead]
+    first_leaf: int
+    first_layer: int
+    layers: tuple[LayerCache, ...]
+    linear: Products
+    count: int
+    taps: tuple[int, ...]
+    of_model: Products
+
+    def follow(
+        self, leaves: Leaves, step: Computed, caches: Caches, state: SlotState, attend_to: AttendTo
+    ) -> tuple[Caches, SlotState]:
+        """See `DraftModel.follow`. The state gets the hidden states of the tokens."""
+        head = self.bind(leaves[self.first_leaf :])
+        states = head.states(step.hidden, self.linear)
+        tokens, hidden = behind(step.tokens, states, state)
+        _, _, caches = self._run(head, step.model, tokens, hidden, caches, attend_to)
+        return caches, keep_hidden(state, step.tokens, states)
+
+    def _run(
+        self,
+        head: DraftHead,
+        model: CausalLM,
+        tokens: TokenInput,
+        hidden: jax.Array,
+        caches: Caches,
+        attend_to: AttendTo,
+    ) -> tuple[jax.Array, jax.Array, Caches]:
+        """Run the head on tokens and the hidden states [T, D] before them -> (out, next hidden, the caches)."""
+        attend, first = attend_to(tokens), self.first_layer
+
+        def attend_own(
+            heads: Heads | StateInputs, cache: Cache, sinks: jax.Array | None = None
+        ) -> tuple[jax.Array, Cache]:
+            """Attend the heads of T tokens in the head's layer -> (out [T, N, H], cache)."""
+            return attend(first, heads, cache, sinks)
+
+        x = self.of_model.whole(model.embed(tokens.token_ids))
+        out, hidden, cache = head(x, hidden, tokens.positions, caches[0], attend_own, self.linear)
+        return out, hidden, (cache,)
+
+    def propose(
+        self, leaves: Leaves, last: Computed, room: jax.Array, caches: Caches, state: SlotState, attend_to: AttendTo
+    ) -> tuple[jax.Array, Caches]:
+        """See `DraftModel.propose`. It begins with the hidden state of the position before the row's last token."""
+        assert state.hidden is not None and state.hidden_at is not None
+        head, tokens, drafts = self.bind(leaves[self.first_leaf :]), last.tokens, []
+        first = tokens.positions - 1
+        hidden, known = kept_hidden(state, tokens.slots, first)
+        index, token = jnp.arange(room.shape[0], dtype=jnp.int32), tokens.token_ids
+        for place in range(self.count):
+            live = known & (tokens.num_tokens > 0) & (first + place < room)
+            positions = jnp.where(live, first + place, 0)
+            row = jnp.where(live, index, room.shape[0])
+            now = TokenInput(token, positions, row, tokens.slots, positions, live.astype(jnp.int32))
+            out, hidden, caches = self._run(head, last.model, now, hidden, caches, attend_to)
+            token = head.guess(out, last.model, self.linear, self.of_model)
+            drafts.append(jnp.where(live, token, FROM_DEVICE))
+        return jnp.stack(drafts, axis=1), caches
+
+
+def kept_positions(max_drafts: int) -> int:
+    """Return the number of positions whose hidden states a slot keeps.
+
+    They are those of a step with drafts, of which any number may be rejected, and the one before.
+    """
+    return 2 + max_drafts
+
+
+def kept_hidden(state: SlotState, slots: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the hidden states [T, D] that slots keep of positions, both int32 [T], and whether they do, bool [T]."""
+    assert state.hidden is not None and state.hidden_at is not None
+    place = positions % state.hidden_at.shape[1]
+    found = state.hidden_at.at[slots, place].get(mode="fill", fill_value=-1) == positions
+    return state.hidden.at[slots, place].get(mode="clip"), found & (positions >= 0)
+
+
+def keep_hidden(state: SlotState, tokens: TokenInput, hidden: jax.Array) -> SlotState:
+    """Return the state with the hidden states [T, D] of the last tokens of each row."""
+    assert state.hidden is not None and state.hidden_at is not None
+    kept, row = state.hidden_at.shape[1], tokens.row_of_token
+    ends = (tokens.starts + tokens.num_tokens).at[row].get(mode="fill", fill_value=0)
+    slots = tokens.slots.at[row].get(mode="fill", fill_value=state.num_slots)
+    slots = jnp.where(tokens.positions >= ends - kept, slots, state.num_slots)
+    place = tokens.positions % kept
+    return state.replace(
+        hidden=state.hidden.at[slots, place].set(hidden.astype(state.hidden.dtype), mode="drop"),
+        hidden_at=state.hidden_at.at[slots, place].set(tokens.positions, mode="drop"),
+    )
+
+
+def behind(tokens: TokenInput, hidden: jax.Array, state: SlotState) -> tuple[TokenInput, jax.Array]:
+    """Return where a head runs for a step's T tokens, as many of each row, and the hidden states [T, D] it begins with.
+
+    The token at p and the hidden state of p - 1 make position p - 1. A row whose slot does not keep the first of these
+    hidden states runs at its tokens' own positions, with the tokens behind them, and with the last one twice.
+    """
+    count, row = tokens.positions.shape[0], tokens.row_of_token
+    slots = tokens.slots.at[row].get(mode="fill", fill_value=state.num_slots)
+    live, index = slots < state.num_slots, jnp.arange(count, dtype=jnp.int32)
+    follows = (
+        live & (slots == jnp.roll(slots, 1)) & (tokens.positions == jnp.roll(tokens.positions, 1) + 1) & (index > 0)
+    )
+    kept, found = kept_hidden(state, slots, tokens.positions - 1)
+    first = live & (tokens.positions == tokens.starts.at[row].get(mode="clip"))
+    by_row = jnp.zeros(tokens.slots.shape[0], jnp.bool_)
+    back = by_row.at[jnp.where(first, row, by_row.shape[0])].set(follows | found, mode="drop")
+    of_token = back.at[row].get(mode="fill", fill_value=False)
+    before = jnp.where(follows[:, None], jnp.roll(hidden, 1, axis=0), kept.astype(hidden.dtype))
+    after = jnp.where(jnp.roll(follows, -1), jnp.roll(tokens.token_ids, -1), tokens.token_ids)
+    moved = TokenInput(
+        token_ids=jnp.where(of_token, tokens.token_ids, after),
+        positions=tokens.positions - of_token.astype(jnp.int32),
+        row_of_token=row,
+        slots=tokens.slots,
+        starts=tokens.starts - back.astype(jnp.int32),
+        num_tokens=tokens.num_tokens,
+    )
+    return moved, jnp.where(of_token[:, None], before, hidden)
+
+
 def check_draft_model(draft: ModelConfig, served: ModelConfig) -> None:
     """Raise ConfigError if `draft` cannot guess tokens of `served`."""
     fix = "set speculation.draft_model to a smaller model of the same family"
+    if isinstance(draft.head, EagleHead):
+        fix = "set speculation.draft_model to a head that was made for this model"
+        if (width := draft.head.width) != served.hidden_size or draft.hidden_size != served.hidden_size:
+            what = f"hidden states of {width} numbers and embeddings of {draft.hidden_size}"
+            raise ConfigError(f"speculation.draft_model reads {what}, and the model has {served.hidden_size}", fix=fix)
+        if draft.head.taps[0] < 1 or draft.head.taps[-1] > served.num_layers or len(set(draft.head.taps)) != 3:
+            why = f"speculation.draft_model reads the layers {draft.head.taps} of a model of {served.num_layers}"
+            raise ConfigError(why, fix=fix)
     if draft.bidirectional or draft.labels or any(draft.layer_states):
         raise ConfigError(f"speculation.draft_model: {draft.architecture} cannot be a draft model", fix=fix)
     if (count := draft.vocab_size) != served.vocab_size:

@@ -10,7 +10,7 @@ A step is composed here of model, attention backend, sampler and slot state. The
     verify          head and sampler for R rows of the last decode_hidden, T tokens with drafts
     prompt_logprobs head for C tokens of the last extend whose next token is known
     pool            embeddings or hidden states of R tokens of the last extend or decode_hidden
-    draft           guesses of the next tokens of R rows, by a draft model
+    draft           guesses of the next tokens of R rows, by a draft model or head
 
 Common arguments: `leaves`, the model's flat parameters, and behind them the arrays of adapters, if there are some;
 `caches`, one array per layer; `state`, the slots; `packed`, the int32 array of
@@ -23,7 +23,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.adapters import AdapterShape
-from jaxserve.models.decoder import AttendLayer, CausalLM, PictureRows
+from jaxserve.models.decoder import AttendLayer, CausalLM, PictureRows, Taps
 from jaxserve.models.layers import Cache, StateInputs
 from jaxserve.models.moe import take_choices
 from jaxserve.models.pooling import normalized
@@ -41,7 +41,7 @@ from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.sharded import MeshAttention
 from jaxserve.ops.state import StateArrays, StateBackend, StateRows
 from jaxserve.ops.state.sharded import MeshStates
-from jaxserve.runtime.draft_model import DraftModel
+from jaxserve.runtime.draft_model import Computed, DraftHeadModel, DraftModel
 from jaxserve.runtime.kv_cache import AnyCache, LayerCache, StateCache
 from jaxserve.runtime.sampling.logprobs import pack_logprobs_with_ids
 from jaxserve.runtime.sampling.sampler import ExtraInputs, RowsToSample, Sampled, sample
@@ -78,7 +78,7 @@ class StepPrograms:
     """The step functions of one model on one backend. bind: makes the model from its leaves while tracing.
 
     per_token: batch-invariant mode. Each token attends alone, so that the split into chunks cannot change its sums.
-    guesses: the draft model, whose layers are the last of `layers`. It computes what every forward pass computes.
+    guesses: the draft model or head, whose layers are the last of `layers`. It computes what every forward pass does.
     lora: the room for adapters; None: there is none
     """
 
@@ -90,7 +90,7 @@ class StepPrograms:
     mesh: Mesh | None = None
     normalize_embeddings: bool = True
     per_token: bool = False
-    guesses: DraftModel | None = None
+    guesses: DraftModel | DraftHeadModel | None = None
     states: StateBackend | None = None  # of layers with a recurrent state
     lora: AdapterShape | None = None
 
@@ -115,7 +115,7 @@ class StepPrograms:
         """Run a decode step: packed int32 [decode_size(B)] -> one sampled token per row."""
         state, tokens, head = unpack_decode(packed, state, self.num_groups)
         model = self.bind(leaves)
-        hidden, caches = self._forward(leaves, model, caches, state, tokens, decode_only=True)
+        hidden, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=True)
         bitmask = jnp.zeros((1, state.allow_mask.shape[1]), jnp.int32)
         state = self._advance_states(state, tokens)
         state, sampled = self._sample(model, hidden, state, head, bitmask)
@@ -131,7 +131,7 @@ class StepPrograms:
         """
         state, tokens = unpack_hidden(packed, state, self.num_groups)
         model = self.bind(leaves)
-        new, caches = self._forward(leaves, model, caches, state, tokens, decode_only=True)
+        new, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=True)
         state = self._advance_states(state, tokens)
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
 
@@ -167,7 +167,7 @@ class StepPrograms:
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
         model = self.bind(leaves)
         rows = None if pictures is None or pool is None else PictureInput(pictures, pool)
-        new, caches = self._forward(leaves, model, caches, state, tokens, decode_only=False, pictures=rows)
+        new, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=False, pictures=rows)
         # Sampling adds 1. A row that is not sampled keeps this position and computes its last token again.
         last = tokens.starts + tokens.num_tokens - 1
         state = state.replace(position=state.position.at[tokens.slots].set(last, mode="drop"))
@@ -231,7 +231,8 @@ class StepPrograms:
             """Return the attention of rows of one token each."""
             return self._attention(caches, state, tokens, decode_only=True)
 
-        drafts, new = self.guesses.propose(leaves, tokens, room, of_guesses, attend_to)
+        last = Computed(self.bind(leaves), tokens, ())
+        drafts, new = self.guesses.propose(leaves, last, room, of_guesses, state, attend_to)
         return cast(Caches, (*own, *new)), drafts
 
     def pool(self, leaves: Leaves, hidden: jax.Array, packed: jax.Array) -> jax.Array:
@@ -304,21 +305,28 @@ class StepPrograms:
         *,
         decode_only: bool,
         pictures: PictureInput | None = None,
-    ) -> tuple[jax.Array, Caches]:
+    ) -> tuple[jax.Array, Caches, SlotState]:
         attend = self._attention(caches, state, tokens, decode_only=decode_only)
         positions = self._rotary(state, tokens, pictures)
-        rows = {} if pictures is None else {"pictures": PictureRows(pictures.packed[0], pictures.pool)}
+        rows: dict[str, Any] = {} if pictures is None else {"pictures": PictureRows(pictures.packed[0], pictures.pool)}
         linear = self._products(leaves, tokens)
         if self.guesses is None:
             hidden, new_caches = model(tokens.token_ids, positions, caches, attend, linear, **rows)
-            return hidden, cast(Caches, new_caches)
+            return hidden, cast(Caches, new_caches), state
         own, of_guesses = self._split(caches)
-        hidden, new_caches = model(tokens.token_ids, positions, own, attend, linear, **rows)
-        _, new_of_guesses = self.guesses.run(leaves, tokens, of_guesses, attend)
-        return hidden, cast(Caches, (*new_caches, *new_of_guesses))
+        taps = Taps(self.guesses.taps)
+        hidden, new_caches = model(tokens.token_ids, positions, own, attend, linear, taps=taps, **rows)
+
+        def attend_to(others: TokenInput) -> AttendLayer:
+            """Return the attention of tokens in the same rows."""
+            return attend if others is tokens else self._attention(caches, state, others, decode_only=decode_only)
+
+        step = Computed(model, tokens, tuple(taps.states) or (hidden,))
+        new_of_guesses, state = self.guesses.follow(leaves, step, of_guesses, state, attend_to)
+        return hidden, cast(Caches, (*new_caches, *new_of_guesses)), state
 
     def _split(self, caches: Caches) -> tuple[Caches, Caches]:
-        """Return the caches of the served model, and of the draft model."""
+        """Return the caches of the served model, and of the draft model or head."""
         assert self.guesses is not None
         return caches[: self.guesses.first_layer], caches[self.guesses.first_layer :]
 

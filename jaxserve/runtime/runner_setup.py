@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxserve.errors import ConfigError
 from jaxserve.models.adapters import adapt
 from jaxserve.models.checkpoint.loader import LoadedModel
-from jaxserve.models.decoder import CausalLM
+from jaxserve.models.draft_head import taps_of
 from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products, Rounding, TpuExperts, TritonExperts
@@ -36,7 +36,7 @@ from jaxserve.runtime.adapters import AdapterArrays
 from jaxserve.runtime.compilation.attention_sizes import compute_capability, serving_backend
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import Program, compile_all, compiler_options
-from jaxserve.runtime.draft_model import DraftModel, check_draft_model
+from jaxserve.runtime.draft_model import DraftHeadModel, DraftModel, check_draft_model, kept_positions
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import AnyCache, LayerCache
 from jaxserve.runtime.memory import MemoryPlan
@@ -52,6 +52,7 @@ from jaxserve.types.scheduling import STATE_COLUMNS, Reach, Span
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
+Model = TypeVar("Model")
 
 
 def is_rounded(platform: str, activations: jnp.dtype) -> bool:
@@ -91,7 +92,7 @@ class RunnerSetup:
     layers   geometry of each layer's KV cache or recurrent states, those of a draft model last
     groups   reach of each layer group from 1 on
     steps    the step functions, not jitted
-    draft    a draft model; None: there is none
+    draft    a draft model or head; None: there is none
     tower    the programs of the model's tower; None: it takes no pictures
     adapters of the configuration's `lora`; None: there is no room for any
     """
@@ -148,8 +149,12 @@ class RunnerSetup:
             check_draft_model(draft.config, loaded.config)
             of_model = chosen_products(config, draft, mesh, backend)
             check_reach(draft, of_model)
-            bind_draft = functools.partial(_bind_some, draft.bind, (slice(others),))
-            guesses = DraftModel(bind_draft, own, len(layers), draft_layers, of_model, config.max_drafts)
+            place = own, len(layers), draft_layers, of_model, config.max_drafts
+            if draft.config.head is None:
+                guesses = DraftModel(functools.partial(_bind_some, draft.bind, (slice(others),)), *place)
+            else:
+                bind_head = functools.partial(_bind_some, draft.structure.bind_head, (slice(others),))
+                guesses = DraftHeadModel(bind_head, *place, taps=taps_of(draft.config), of_model=linear)
         layers = (*layers, *draft_layers)
         steps = StepPrograms(
             bind=bind,
@@ -186,7 +191,8 @@ class RunnerSetup:
         config, num_devices = self.config, len(self.mesh.devices)
         vocab_size = self.loaded.config.vocab_size
         parts = Vocab.of(vocab_size, self.mesh.mesh).parts
-        state = slots.state_bytes(config.max_num_seqs, vocab_size, self._table_width(config.max_model_len), parts=parts)
+        width = self._table_width(config.max_model_len)
+        state = slots.state_bytes(config.max_num_seqs, vocab_size, width, parts=parts, hidden=self._kept_hidden())
         hidden = (
             self.buckets.max_tokens * self.loaded.config.hidden_size * self.loaded.structure.activation_dtype.itemsize
         )
@@ -234,7 +240,13 @@ class RunnerSetup:
         """Make the programs for a KV cache of `num_pages` per layer group."""
         model = self.loaded.config
         width, pool = self._table_width(max_model_len), None
-        state = slots.state_shapes(self.config.max_num_seqs, model.vocab_size, width, pictures=self.tower is not None)
+        state = slots.state_shapes(
+            self.config.max_num_seqs,
+            model.vocab_size,
+            width,
+            pictures=self.tower is not None,
+            hidden=self._kept_hidden(),
+        )
         if self.tower is not None:
             pool = jax.ShapeDtypeStruct(self.tower.pool_shape, self.tower.dtype, sharding=self.mesh.replicated)
         hidden = jax.ShapeDtypeStruct(
@@ -274,6 +286,13 @@ class RunnerSetup:
     def _span(self, reach: Reach) -> Span:
         config = self.config
         return Span(reach, config.page_size, config.max_num_batched_tokens, 1 + config.max_drafts)
+
+    def _kept_hidden(self) -> jax.ShapeDtypeStruct | None:
+        """Return the hidden states that each slot keeps for a head; None: there is no head."""
+        if self.draft is None or self.draft.config.head is None:
+            return None
+        shape = kept_positions(self.config.max_drafts), self.draft.config.hidden_size
+        return jax.ShapeDtypeStruct(shape, self.loaded.structure.activation_dtype)
 
     def _table_width(self, max_model_len: int) -> int:
         """Return the columns of a slot's row of page tables, all groups together."""
@@ -317,8 +336,8 @@ class RunnerSetup:
 
 
 def _bind_some(
-    bind: Callable[[tuple[jax.Array, ...]], CausalLM], places: tuple[slice, ...], leaves: tuple[jax.Array, ...]
-) -> CausalLM:
+    bind: Callable[[tuple[jax.Array, ...]], Model], places: tuple[slice, ...], leaves: tuple[jax.Array, ...]
+) -> Model:
     """Make a model from those of the leaves [shape] that are at its places, in their order."""
     return bind(tuple(leaf for place in places for leaf in leaves[place]))
 

@@ -117,6 +117,14 @@ def test_no_row_is_of_no_use() -> None:
             "speculation.max_drafts",
             3,
         ),
+        ('--speculative-config {"method":"qwen3_next_mtp","num_speculative_tokens":1}', "speculation.method", "mtp"),
+        ('--speculative-config {"method":"eagle3","model":"DIR"}', "speculation.draft_model", "DIR"),
+        ("--speculative-algorithm NEXTN", "speculation.method", "mtp"),
+        (
+            "--speculative-algorithm EAGLE3 --speculative-draft-model-path D --speculative-num-steps 3",
+            "speculation.method",
+            "eagle3",
+        ),
     ],
 )
 def test_a_flag_is_taken(words: str, key: str, value: object) -> None:
@@ -149,9 +157,11 @@ def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:
     [
         ("--enable-lora", "--enable-lora is no flag of jaxserve", "write --max-loras N beside it"),
         ("--speculative-config {}", "{} should be a JSON object", "some of method, model"),
-        ('--speculative-config {"method":"eagle3","model":"DIR"}', "speculation.method", None),
+        ('--speculative-config {"method":"eagle","model":"DIR"}', "speculation.method", None),
+        ('--speculative-config {"method":"mtp","model":"DIR"}', "for the methods draft_model and eagle3", None),
         ('--speculative-config {"quantization":"fp8"}', "the field quantization is not served", "leave it out"),
-        ("--speculative-algorithm EAGLE3", "speculation.method", None),
+        ("--speculative-algorithm EAGLE", "speculation.method", None),
+        ("--speculative-algorithm EAGLE3", "needs speculation.draft_model", None),
         ("--speculative-algorithm STANDALONE", "needs speculation.draft_model", None),
         ("--speculative-eagle-topk 4", "--speculative-eagle-topk 4 is not served", "leave it out"),
         ("--speculative-token-map FILE", "--speculative-token-map is no flag", "write --speculation.method ngram"),

@@ -75,7 +75,7 @@ def check_hosts(config: Config) -> None:
         ("mesh.data", config.mesh.data > 1),
         ("models.served", bool(config.models.served)),
         ("cache.host_memory", config.cache.host_memory is not None),
-        ("speculation.draft_model", config.speculation.draft_model is not None),
+        (f"speculation.method {config.speculation.method}", config.speculation.on_device),
     ):
         if used:
             raise ConfigError(

@@ -28,7 +28,7 @@ from jaxserve.models.checkpoint.read_config import (
     rope_config,
     shown,
 )
-from jaxserve.models.config import GenerationDefaults, ModelConfig
+from jaxserve.models.config import EagleHead, GenerationDefaults, ModelConfig
 from jaxserve.models.families.registry import ARCHITECTURES, NESTED, family_of
 from jaxserve.models.family import OF_TOWER
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
@@ -57,6 +57,56 @@ def read_config(model: Path | ModelFiles) -> ModelConfig:
     if (vision := config.vision) is not None:
         config = config.replace(vision=_named(file, lambda: with_processor(vision, file.parent)))
     return _named(file.with_name("generation_config.json"), lambda: with_generation(config, generation))
+
+
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+_IN_EAGLE = (("model.layers.0.", "midlayer."), ("layers.0.", "midlayer."), ("model.", ""))
+
+
+def read_eagle(files: ModelFiles) -> ModelConfig:
+    """Read the ModelConfig of a head in EAGLE-3's form. Raises ModelLoadError with the file and the key."""
+    return _named(files.config_file, lambda: _eagle(files.config))
+
+
+def _eagle(hf: Json) -> ModelConfig:
+    if (name := architecture_of(hf)) not in EAGLE3:
+        raise ValueError(f"architecture {shown(name)} is no head of EAGLE-3 (supported: {', '.join(EAGLE3)})")
+    if optional_integer(hf, "num_hidden_layers", 1) != 1:
+        raise ValueError("an EAGLE-3 head of several layers is not supported")
+    for key in ("norm_before_fc", "fc_norm", "parallel_drafting"):
+        if hf.get(key):
+            raise ValueError(f"{key!r} {shown(hf[key])} is not supported")
+    config = from_hf({"num_hidden_layers": 1, **hf, "architectures": ["LlamaForCausalLM"]})
+    head = EagleHead(
+        width=optional_integer(hf, "target_hidden_size", config.hidden_size),
+        vocab_size=optional_integer(hf, "draft_vocab_size", config.vocab_size),
+        taps=_eagle_taps(hf),
+        norm_first=boolean(hf, "norm_before_residual", False),
+    )
+    return config.replace(
+        head=head,
+        tie_word_embeddings=False,
+        tensor_names=_IN_EAGLE,
+        ignored_tensors=(r"^t2d$", r"^embed_tokens\."),  # the reverse of d2t, and a copy of the model's
+    )
+
+
+def _eagle_taps(hf: Json) -> tuple[int, ...]:
+    """Return `EagleHead.taps` as the file names them: the layers behind which, or (in eagle_config) those after which.
+
+    Raises ValueError for another form than three layers, ascending.
+    """
+    inner = hf.get("eagle_config") or {}
+    if inner.get("use_aux_hidden_state") is False:
+        raise ValueError("'use_aux_hidden_state' false is not supported")
+    key = "eagle_aux_hidden_state_layer_ids"
+    found, after = (inner.get(key), 1) if inner.get(key) is not None else (hf.get(key), 0)
+    if found is None:
+        return ()
+    taps = tuple(number + after for each in found if (number := as_integer(each)) is not None)
+    if len(taps) != 3 or len(found) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 1:
+        raise ValueError(f"{key!r} must be three layers, ascending, not {shown(found)}")
+    return taps
 
 
 def _with_head(hf: dict[str, Any], embeds: bool) -> dict[str, Any]:

@@ -536,7 +536,8 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
         )
     misfits.raise_if_any(checkpoint.directory, config.architecture, checkpoint.aside)
     if config.stored_form is None:
-        _check_floats(set(expected), checkpoint)
+        numbers = [spec for spec in structure.specs if jnp.issubdtype(spec.dtype, jnp.floating)]
+        _check_floats({part.name for spec in numbers for part in spec.parts}, checkpoint)
     form, kept = config.stored_form, [spec for spec in structure.specs if spec.packing and spec.packing.stored]
     if form is not None and form.method == "gguf":
         names = {part.name for spec in kept for part in spec.parts}

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM
+from jaxserve.models.draft_head import DraftHead, make_head
 from jaxserve.models.encoder import Encoder
 from jaxserve.models.families.registry import family_of
 from jaxserve.models.quantized_weight import keep_stored, quantize
@@ -35,6 +36,7 @@ class ModelStructure:
         Inside a jitted function it costs only tracing time. Raises ModelLoadError for an encoder.
         """
         model = self._merge(leaves)
+        assert not isinstance(model, DraftHead), self.config.architecture
         if not isinstance(model, CausalLM):
             raise ModelLoadError(f"{self.config.architecture} is an encoder: it makes embeddings and generates no text")
         return model
@@ -45,7 +47,13 @@ class ModelStructure:
         assert isinstance(model, Encoder), self.config.architecture
         return model
 
-    def _merge(self, leaves: tuple[jax.Array, ...]) -> CausalLM | Encoder:
+    def bind_head(self, leaves: tuple[jax.Array, ...]) -> DraftHead:
+        """Make a head with these weights: arrays [*spec.shape] of spec.dtype, one for each of `specs`."""
+        model = self._merge(leaves)
+        assert isinstance(model, DraftHead), self.config.architecture
+        return model
+
+    def _merge(self, leaves: tuple[jax.Array, ...]) -> CausalLM | Encoder | DraftHead:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     @property
@@ -87,7 +95,7 @@ def build(config: ModelConfig, dtype: jnp.dtype) -> ModelStructure:
 
     def make() -> nnx.Module:
         """Make the model in the form that its weights have on the device."""
-        model = cls(config, jnp.dtype(dtype))
+        model = cls(config, jnp.dtype(dtype)) if config.head is None else make_head(config, cls, jnp.dtype(dtype))
         if config.quantization == "stored":
             assert config.stored_form is not None
             keep_stored(model, config.stored_form)

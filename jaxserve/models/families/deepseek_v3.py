@@ -31,8 +31,9 @@ from jaxserve.models.checkpoint.read_config import (
     rope_config,
     sparse_layers,
 )
-from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
+from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.draft_head import of_deepseek
 from jaxserve.models.family import Family, Nested
 from jaxserve.models.layers import AttendFn, Cache, Linear, RMSNorm, RopeTable
 from jaxserve.models.moe import feed_forward
@@ -145,6 +146,7 @@ def deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_score_factor(hf),
         "moe": deepseek_experts(hf, fields, dense=3),
         "ignored_tensors": predictors(hf, fields["num_layers"]),
+        "predictor": deepseek_head(hf, fields["num_layers"]),
     }
 
 
@@ -171,6 +173,11 @@ def deepseek_experts(hf: Json, fields: dict[str, Any], dense: int) -> MoEConfig:
         scale=number(hf, "routed_scaling_factor", 1.0),
         shared_ffn=ffn * optional_integer(hf, "n_shared_experts", 0),
     )
+
+
+def deepseek_head(hf: Json, layers: int) -> PredictorHead | None:
+    """Return the head for multi-token prediction behind the last layer, in DeepSeek-V3's form; None: there is none."""
+    return of_deepseek(layers) if predictors(hf, layers) else None
 
 
 def _yarn_score_factor(hf: Json) -> float:

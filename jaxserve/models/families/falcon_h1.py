@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.checkpoint.read_config import Json, boolean, number, optional_integer, shown
 from jaxserve.models.config import FalconH1Config, Mamba2Config, ModelConfig
-from jaxserve.models.decoder import AttendLayer, CausalLM, Decoder, Layer, LayerFrame, run_layers, scaled
+from jaxserve.models.decoder import AttendLayer, CausalLM, Decoder, Layer, LayerFrame, Taps, run_layers, scaled
 from jaxserve.models.families.bamba import mamba2_state
 from jaxserve.models.family import Family
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, RMSNorm, RopeTable, StateInputs
@@ -73,6 +73,7 @@ class FalconH1Decoder(Decoder):
         attend: AttendLayer,
         linear: Products,
         added: Sequence[jax.Array],
+        taps: Taps | None,
     ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
         """Run the layers, each with its pair of caches, see `run_layers`."""
 
@@ -88,7 +89,7 @@ class FalconH1Decoder(Decoder):
             return out, (state, pages)
 
         pairs: Any = list(zip(caches[::2], caches[1::2], strict=True))
-        x, pairs, choices = run_layers(self.layers, x, frames[1::2], pairs, attend_one, linear, added)
+        x, pairs, choices = run_layers(self.layers, x, frames[1::2], pairs, attend_one, linear, added, taps)
         return x, tuple(cache for pair in pairs for cache in pair), choices
 
 

@@ -25,7 +25,7 @@ from jaxserve.models.checkpoint.read_config import (
     windows_by_type,
 )
 from jaxserve.models.config import Gemma4Config, LayerHeads, ModelConfig, MoEConfig, MoENames
-from jaxserve.models.decoder import AttendLayer, CausalLM, Decoder, Layer, PictureRows
+from jaxserve.models.decoder import AttendLayer, CausalLM, Decoder, Layer, PictureRows, Taps
 from jaxserve.models.family import Family, Nested
 from jaxserve.models.layers import (
     MLP,
@@ -191,12 +191,13 @@ class Gemma4ForCausalLM(CausalLM):
         attend: AttendLayer,
         linear: Products = Products(),
         pictures: PictureRows | None = None,
+        taps: Taps | None = None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         x = linear.whole(self.embed(token_ids))
         assert pictures is None, "its tower is not served"
         assert isinstance(self.model, Gemma4Decoder)
         self.model.give_inputs(token_ids, x, linear)
-        return self.model(x, positions, caches, attend, linear)
+        return self.model(x, positions, caches, attend, linear, taps=taps)
 
 
 _ROPES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.models.checkpoint.read_config import Json, boolean, predictors
-from jaxserve.models.families.deepseek_v3 import deepseek_experts
+from jaxserve.models.families.deepseek_v3 import deepseek_experts, deepseek_head
 from jaxserve.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxserve.models.family import Family
 
@@ -16,6 +16,7 @@ def _glm4_moe(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "qk_norm": "head" if boolean(hf, "use_qk_norm", False) else "none",
         "moe": deepseek_experts(hf, fields, dense=1),
         "ignored_tensors": predictors(hf, fields["num_layers"]),
+        "predictor": deepseek_head(hf, fields["num_layers"]),
     }
 
 

@@ -2,7 +2,7 @@
 
 Mistral (https://arxiv.org/abs/2310.06825): a sliding window.
 Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): biases on q, k and v.
-MiMo 7B (https://arxiv.org/abs/2505.07608): Qwen2, with a layer for multi-token prediction that is not used.
+MiMo 7B (https://arxiv.org/abs/2505.07608): Qwen2, with a layer for multi-token prediction.
 Qwen3, dense (https://arxiv.org/abs/2505.09388): an RMSNorm over each query and key head.
 SmolLM3: every fourth layer has no positions. (SmolLM and SmolLM2 are Llama itself.)
 Phi-3, Phi-3.5 and Phi-4-mini (https://arxiv.org/abs/2404.14219): packed tensors, partly rotated heads, LongRoPE.
@@ -31,7 +31,7 @@ from jaxserve.models.checkpoint.read_config import (
     window_everywhere,
     windows_by_type,
 )
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import ModelConfig, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family, Nested
 from jaxserve.models.layers import Attention
@@ -64,8 +64,19 @@ def _qwen2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     return {"qkv_bias": True, "out_bias": False, "layer_windows": _qwen_windows(hf, fields)}
 
 
+_MIMO_HEAD = (
+    ("model.mtp_layers.0.token_layernorm.", "token_norm."),
+    ("model.mtp_layers.0.hidden_layernorm.", "hidden_norm."),
+    ("model.mtp_layers.0.input_proj.", "join."),
+    ("model.mtp_layers.0.final_layernorm.", "norm."),
+    ("model.mtp_layers.0.", "layer."),
+)
+
+
 def _mimo(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
-    return _qwen2(hf, fields) | {"ignored_tensors": (r"^model\.mtp_layers\.",)}
+    found = {"ignored_tensors": (r"^model\.mtp_layers\.",)}
+    head = optional_integer(hf, "num_nextn_predict_layers", 0) > 0
+    return _qwen2(hf, fields) | found | ({"predictor": PredictorHead(_MIMO_HEAD, token_first=False)} if head else {})
 
 
 def _qwen3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The fourth is attention whose heads have an output gate and rotate a quarter of their numbers. Norms have weight + 1,
 but for the one behind the recurrence. Qwen3.5 publishes the parts of a projection apart and all experts as one tensor,
-and has a tower for pictures; its predictor of more tokens (`mtp.`) is not loaded.
+and has a tower for pictures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.checkpoint.read_config import Json, boolean, optional_integer
-from jaxserve.models.config import ModelConfig, MoEConfig, MoENames
+from jaxserve.models.config import ModelConfig, MoEConfig, MoENames, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family, Nested
 from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs
@@ -26,6 +26,13 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.state import StateSpec, StateWeights
 
 _PREDICTOR = r"^mtp\."  # of several tokens at once
+_HEAD = (
+    ("mtp.pre_fc_norm_embedding.", "token_norm."),
+    ("mtp.pre_fc_norm_hidden.", "hidden_norm."),
+    ("mtp.fc.", "join."),
+    ("mtp.norm.", "norm."),
+    ("mtp.layers.0.", "layer."),
+)
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -177,6 +184,7 @@ def _common(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "output_gate": "queries",
         "layer_states": tuple(state if kind == "linear_attention" else None for kind in types),
         "ignored_tensors": (_PREDICTOR,),
+        "predictor": PredictorHead(_HEAD) if optional_integer(hf, "mtp_num_hidden_layers", 1) else None,
     }
 
 

@@ -62,6 +62,9 @@ class SlotState:
     in_prompt       whether the token occurs in the prompt
     watermark       64 bits of a key, low word first. Used if `has_watermark`
     position_delta  see `picture.position_delta`; None: the model takes no pictures
+    hidden          the hidden states that a head needs of the last positions, position p at p mod "kept", in the
+                    activations' dtype; None: there is no head, see `draft_model.DraftHeadModel`
+    hidden_at       the position of each; -1: none
     """
 
     position: jax.Array = field(metadata=_array(jnp.int32))
@@ -88,6 +91,8 @@ class SlotState:
     watermark: jax.Array = field(metadata=_array(jnp.uint32, 2))
     recent: jax.Array = field(metadata=_array(jnp.int32, RECENT))
     position_delta: jax.Array | None = field(default=None, metadata=_array(jnp.int32))
+    hidden: jax.Array | None = field(default=None, metadata=_array(jnp.float32, "kept", "hidden"))
+    hidden_at: jax.Array | None = field(default=None, metadata=_array(jnp.int32, "kept"))
 
     @property
     def num_slots(self) -> int:
@@ -125,19 +130,34 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def state_shapes(num_slots: int, vocab_size: int, max_pages: int, *, pictures: bool = False) -> SlotState:
+def state_shapes(
+    num_slots: int,
+    vocab_size: int,
+    max_pages: int,
+    *,
+    pictures: bool = False,
+    hidden: jax.ShapeDtypeStruct | None = None,
+) -> SlotState:
     """Return the state as ShapeDtypeStructs, to compute its size and to compile for it.
 
-    pictures: whether the model takes pictures
+    pictures: whether the model takes pictures. hidden: [kept, D], the hidden states that a head needs of a slot
     """
     sizes: dict[int | str, int] = {"pages": max_pages, "words": mask_words(vocab_size), "vocab": vocab_size}
+    optional = {"position_delta": pictures, "hidden": hidden is not None, "hidden_at": hidden is not None}
+    dtypes: dict[str, Any] = {}
+    if hidden is not None:
+        sizes |= {"kept": hidden.shape[0], "hidden": hidden.shape[1]}
+        dtypes["hidden"] = hidden.dtype
 
     def array(dtype: jax.typing.DTypeLike, trailing: tuple[int | str, ...]) -> jax.ShapeDtypeStruct:
         """Return [S, *trailing] with the sizes that names stand for."""
         return jax.ShapeDtypeStruct((num_slots, *(sizes.get(size, size) for size in trailing)), dtype)
 
-    kept = [each for each in fields(SlotState) if pictures or each.name != "position_delta"]
-    arrays = {each.name: array(each.metadata["dtype"], each.metadata["trailing"]) for each in kept}
+    arrays = {
+        each.name: array(dtypes.get(each.name, each.metadata["dtype"]), each.metadata["trailing"])
+        for each in fields(SlotState)
+        if optional.get(each.name, True)
+    }
     return SlotState(**arrays)  # type: ignore[arg-type]  # used in place of arrays
 
 
@@ -147,9 +167,16 @@ def state_partition(state: SlotState, columns: P) -> SlotState:
     return SlotState(**cuts)  # type: ignore[arg-type]  # used in place of arrays
 
 
-def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int = 1) -> int:
-    """Return the bytes of the state on one device if `parts` devices split the [S, V] arrays."""
-    shapes = vars(state_shapes(num_slots, vocab_size, max_pages))
+def state_bytes(
+    num_slots: int,
+    vocab_size: int,
+    max_pages: int,
+    *,
+    parts: int = 1,
+    hidden: jax.ShapeDtypeStruct | None = None,
+) -> int:
+    """Return the bytes of the state on one device if `parts` devices split the [S, V] arrays. hidden: as above"""
+    shapes = vars(state_shapes(num_slots, vocab_size, max_pages, hidden=hidden))
     sizes = {name: x.size * x.dtype.itemsize for name, x in shapes.items() if x is not None}
     return sum(size // (parts if name in _BY_TOKEN else 1) for name, size in sizes.items())
 
@@ -268,6 +295,8 @@ def admit(state: SlotState, packed: jax.Array) -> SlotState:
     values |= {name: packed[:, 3 + i] for i, name in enumerate(_INTS)}
     floats = jax.lax.bitcast_convert_type(packed[:, _FIRST_FLOAT:_WATERMARK], jnp.float32)
     values |= {name: floats[:, i] for i, name in enumerate(_FLOATS)}
+    if state.hidden_at is not None:
+        values["hidden_at"] = jnp.int32(-1)
     return state.replace(
         **{name: getattr(state, name).at[slots].set(value, mode="drop") for name, value in values.items()}
     )

@@ -1,0 +1,192 @@
+"""Heads that guess the tokens after a model's last one from its hidden states: MTP and EAGLE-3.
+
+A head is one layer of the decoder. At position p it takes the model's hidden state of p and the embedding of the token
+at p + 1, and its result stands for the token at p + 2. Then it goes on with its own result in place of the model's:
+
+    MTP      x = join [norm_e(embedding), norm_h(hidden)];  y = layer(x);  logits = model's head(norm(y))
+    EAGLE-3  h = fc [three hidden states inside the model], of further guesses its own last h;
+             y = h + attention [norm_e(embedding), norm_h(h)];  y = y + mlp(norm(y));  logits = own head(norm(y))
+
+MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, MiMo, Qwen3-Next and Qwen3.5,
+which differ in names, in the order of the joined halves, and in what goes on: PredictorHead says it. Of several MTP
+layers the first one makes all guesses. Embeddings, and MTP's output head, are the model's: published heads have copies
+of them or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.config import EagleHead, ModelConfig, PredictorHead
+from jaxserve.models.decoder import CausalLM, Layer
+from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, Linear, QKVProj, RMSNorm
+from jaxserve.models.rope import rope_table
+from jaxserve.models.weights import param
+from jaxserve.ops.linear import Products
+
+
+class DraftHead(nnx.Module):
+    """The interface of a head. taps: as of `decoder.Taps`; (): it reads the hidden states after the final norm."""
+
+    taps: tuple[int, ...] = ()
+
+    @abstractmethod
+    def states(self, hidden: Sequence[jax.Array], linear: Products) -> jax.Array:
+        """Make the head's input of a model's hidden states, [T, D] each -> [T, D]."""
+
+    @abstractmethod
+    def __call__(
+        self, x: jax.Array, hidden: jax.Array, positions: jax.Array, cache: Cache, attend: AttendFn, linear: Products
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """Run embeddings x and hidden [T, D] at positions int32 [T] -> (input of the logits, next `hidden`, cache)."""
+
+    @abstractmethod
+    def guess(self, out: jax.Array, model: CausalLM, linear: Products, of_model: Products) -> jax.Array:
+        """Return the likeliest token of each row of out [R, D], int32 [R]. model: the one that it guesses for"""
+
+
+class Predictor(DraftHead):
+    """An MTP head. Its layer is of the model's family."""
+
+    def __init__(self, config: ModelConfig, layer: Layer, dtype: jnp.dtype) -> None:
+        assert isinstance(config.head, PredictorHead)
+        size = config.hidden_size
+        self.form, self.rope = config.head, config.ropes[0]
+        self.token_norm = RMSNorm(size, config, dtype)
+        self.hidden_norm = RMSNorm(size, config, dtype)
+        self.join = Linear((size, 2 * size), ("embed", None), dtype)
+        self.layer = layer
+        self.norm = RMSNorm(size, config, dtype)
+
+    def states(self, hidden: Sequence[jax.Array], linear: Products) -> jax.Array:
+        (after_norm,) = hidden
+        return after_norm
+
+    def __call__(
+        self, x: jax.Array, hidden: jax.Array, positions: jax.Array, cache: Cache, attend: AttendFn, linear: Products
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        halves = self.token_norm(x), self.hidden_norm(hidden)
+        joined = jnp.concatenate(halves if self.form.token_first else halves[::-1], axis=-1)
+        table = None if self.rope is None else rope_table(self.rope, positions)
+        y, cache = self.layer(self.join(joined, linear), table, cache, attend, linear)
+        out = self.norm(y)
+        return out, out if self.form.feeds_normed else y, cache
+
+    def guess(self, out: jax.Array, model: CausalLM, linear: Products, of_model: Products) -> jax.Array:
+        return jnp.argmax(model.logits(out, of_model), axis=1).astype(jnp.int32)
+
+
+class EagleLayer(nnx.Module):
+    """Attention over [embedding, hidden state] of 2 D numbers, and an MLP."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        size = config.hidden_size
+        self.input_layernorm = RMSNorm(size, config, dtype)
+        self.hidden_norm = RMSNorm(size, config, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.self_attn.qkv_proj = QKVProj(config.replace(hidden_size=2 * size), dtype)
+        self.post_attention_layernorm = RMSNorm(size, config, dtype)
+        self.mlp = MLP(config, dtype)
+
+
+class Eagle(DraftHead):
+    """An EAGLE-3 head. d2t: int32 [V'], what is added to the number of a guess to get the model's token."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        assert isinstance(config.head, EagleHead)
+        size, form = config.hidden_size, config.head
+        self.taps, self.rope, self.norm_first = form.taps, config.ropes[0], form.norm_first
+        self.fc = Linear((size, 3 * form.width), ("embed", None), dtype)
+        self.midlayer = EagleLayer(config, dtype)
+        self.norm = RMSNorm(size, config, dtype)
+        self.lm_head = Linear((form.vocab_size, size), ("vocab", "embed"), dtype)
+        self.d2t = param((form.vocab_size,), (None,), jnp.dtype(jnp.int32), init="zeros")
+
+    def states(self, hidden: Sequence[jax.Array], linear: Products) -> jax.Array:
+        return self.fc(jnp.concatenate(hidden, axis=-1), linear)
+
+    def __call__(
+        self, x: jax.Array, hidden: jax.Array, positions: jax.Array, cache: Cache, attend: AttendFn, linear: Products
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        layer = self.midlayer
+        normed = layer.hidden_norm(hidden)
+        joined = jnp.concatenate([layer.input_layernorm(x), normed], axis=-1)
+        table = None if self.rope is None else rope_table(self.rope, positions)
+        out, cache = layer.self_attn(joined, table, cache, attend, linear)
+        y = (normed if self.norm_first else hidden) + out
+        y = y + layer.mlp(layer.post_attention_layernorm(y), linear)
+        return self.norm(y), y, cache
+
+    def guess(self, out: jax.Array, model: CausalLM, linear: Products, of_model: Products) -> jax.Array:
+        index = jnp.argmax(self.lm_head(out, linear).astype(jnp.float32), axis=1)
+        return (index + self.d2t[...][index]).astype(jnp.int32)
+
+
+_OTHERS = r"^(?!(token_norm|hidden_norm|join|layer|norm)\.)[^.]+"  # the beginning of any other name
+
+
+def predictor_config(model: ModelConfig) -> ModelConfig | None:
+    """Return the configuration of a model's own head, in the model's checkpoint; None if it has none that is known."""
+    if model.predictor is None:
+        return None
+    moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(True,))
+    names = (*model.predictor.tensors, *model.tensor_names)
+    by_layer = (
+        "layer_windows",
+        "layer_chunks",
+        "layer_reads",
+        "layer_heads",
+        "layer_limits",
+        "rope_layers",
+        "mlp_layers",
+    )
+    return model.replace(
+        num_layers=1,
+        layer_states=(None,) if model.layer_states else (),
+        moe=moe,
+        head=model.predictor,
+        predictor=None,
+        vision=None,
+        tie_word_embeddings=False,
+        quantized_head=False,
+        tensor_names=names,
+        ignored_tensors=(_OTHERS,),
+        stored_form=model.stored_form and model.stored_form.with_names(names),
+        **dict.fromkeys(by_layer, ()),
+    )
+
+
+def make_head(config: ModelConfig, model: object, dtype: jnp.dtype) -> DraftHead:
+    """Make the head of a configuration that has one. model: the family's class"""
+    if isinstance(config.head, EagleHead):
+        return Eagle(config, dtype)
+    assert isinstance(model, type) and issubclass(model, CausalLM), config.architecture
+    return Predictor(config, model.make_layer(config, 0, dtype), dtype)
+
+
+def taps_of(head: ModelConfig) -> tuple[int, ...]:
+    """Return `DraftHead.taps` of a head's configuration."""
+    return head.head.taps if isinstance(head.head, EagleHead) else ()
+
+
+def with_taps(head: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Return the configuration of an EAGLE-3 head that names the layers of `model` that it reads."""
+    if not isinstance(head.head, EagleHead) or head.head.taps:
+        return head
+    layers = model.num_layers
+    return head.replace(head=dataclasses.replace(head.head, taps=(2, layers // 2, layers - 3)))
+
+
+def of_deepseek(layer: int) -> PredictorHead:
+    """Return the head of DeepSeek-V3 and GLM-4.5, whose tensors are those of a layer behind the model's last."""
+    start = f"model.layers.{layer}."
+    parts = {"enorm.": "token_norm.", "hnorm.": "hidden_norm.", "eh_proj.": "join.", "shared_head.norm.": "norm."}
+    copies = {"shared_head.": "copy.", "embed_tokens.": "copy."}
+    rules = tuple((f"{start}{there}", here) for there, here in (parts | copies | {"": "layer."}).items())
+    return PredictorHead(rules, feeds_normed=False)

@@ -1,0 +1,127 @@
+"""Tiny checkpoints with a head for multi-token prediction, in the published forms, and heads of EAGLE-3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.models.checkpoints import random_tensors, write_checkpoint
+from tests.models.families import CASES, STATE_CASES
+
+Tensors = dict[str, np.ndarray]
+
+
+class Form(NamedTuple):
+    """How a family publishes its head: beginnings of names, the halves' order, and the config of its layer alone."""
+
+    hf: dict[str, Any]
+    parts: dict[str, str]  # token_norm, hidden_norm, join, norm, layer -> the beginning of its names
+    alone: dict[str, Any]
+    token_first: bool = True
+    offset: float = 0.0  # of the norms' weights
+
+
+def _behind(layer: int) -> dict[str, str]:
+    names = {
+        "token_norm": "enorm.",
+        "hidden_norm": "hnorm.",
+        "join": "eh_proj.",
+        "norm": "shared_head.norm.",
+        "layer": "",
+    }
+    return {name: f"model.layers.{layer}.{there}" for name, there in names.items()}
+
+
+_MIMO = CASES["qwen2"] | {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 1}
+FORMS: dict[str, Form] = {
+    "deepseek_v3": Form(
+        CASES["deepseek_v3"] | {"num_nextn_predict_layers": 1}, _behind(3), {"first_k_dense_replace": 0}
+    ),
+    "glm4_moe": Form(CASES["glm4_moe"] | {"num_nextn_predict_layers": 1}, _behind(3), {"first_k_dense_replace": 0}),
+    "mimo": Form(
+        _MIMO,
+        {
+            "token_norm": "model.mtp_layers.0.token_layernorm.",
+            "hidden_norm": "model.mtp_layers.0.hidden_layernorm.",
+            "join": "model.mtp_layers.0.input_proj.",
+            "norm": "model.mtp_layers.0.final_layernorm.",
+            "layer": "model.mtp_layers.0.",
+        },
+        {},
+        token_first=False,
+    ),
+    "qwen3_next": Form(
+        STATE_CASES["qwen3_next"],
+        {
+            "token_norm": "mtp.pre_fc_norm_embedding.",
+            "hidden_norm": "mtp.pre_fc_norm_hidden.",
+            "join": "mtp.fc.",
+            "norm": "mtp.norm.",
+            "layer": "mtp.layers.0.",
+        },
+        {"layer_types": ["full_attention"], "mlp_only_layers": []},
+        offset=1.0,
+    ),
+}
+
+
+def alone(form: Form) -> dict[str, Any]:
+    """The config.json of a model whose only layer is of the head's kind."""
+    return form.hf | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0} | form.alone
+
+
+def head_tensors(form: Form, seed: int = 5) -> Tensors:
+    """The head's tensors by their published names, random."""
+    size, rng = form.hf["hidden_size"], np.random.default_rng(seed)
+    start = "model.layers.0."
+    layer = {name: t for name, t in random_tensors(alone(form), seed).items() if name.startswith(start)}
+    found = {form.parts["layer"] + name.removeprefix(start): tensor for name, tensor in layer.items()}
+    for part in ("token_norm", "hidden_norm", "norm"):
+        found[f"{form.parts[part]}weight"] = rng.normal(1, 0.2, size).astype(np.float32)
+    found[f"{form.parts['join']}weight"] = rng.normal(0, 0.2, (size, 2 * size)).astype(np.float32)
+    if "enorm" in form.parts["token_norm"]:  # copies of the model's tensors
+        for name in ("embed_tokens.weight", "shared_head.head.weight"):
+            found[form.parts["layer"] + name] = np.zeros((form.hf["vocab_size"], size), np.float32)
+    return found
+
+
+def write_with_head(directory: Path, form: Form, tensors: Tensors, seed: int = 3) -> Path:
+    """A checkpoint of a model and its head, whose tensors are given."""
+    return write_checkpoint(directory, form.hf, random_tensors(form.hf, seed) | tensors)
+
+
+def eagle_config(model: dict[str, Any], vocab_size: int, taps: tuple[int, int, int]) -> dict[str, Any]:
+    """The config.json of an EAGLE-3 head for a model. taps: the layers after which it reads the hidden states"""
+    return model | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": vocab_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]},
+    }
+
+
+def eagle_tensors(hf: dict[str, Any], seed: int = 6) -> Tensors:
+    """Random tensors of an EAGLE-3 head by their published names."""
+    rng, size, ffn = np.random.default_rng(seed), hf["hidden_size"], hf["intermediate_size"]
+    head_dim = hf.get("head_dim") or size // hf["num_attention_heads"]
+    queries, keys = hf["num_attention_heads"] * head_dim, hf["num_key_value_heads"] * head_dim
+    shapes = {
+        "fc.weight": (size, 3 * size),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * size),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * size),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * size),
+        "midlayer.self_attn.o_proj.weight": (size, queries),
+        "midlayer.mlp.gate_proj.weight": (ffn, size),
+        "midlayer.mlp.up_proj.weight": (ffn, size),
+        "midlayer.mlp.down_proj.weight": (size, ffn),
+        "lm_head.weight": (hf["draft_vocab_size"], size),
+    }
+    found = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    found |= {f"{name}.weight": rng.normal(1, 0.2, size).astype(np.float32) for name in norms}
+    chosen = np.sort(rng.choice(hf["vocab_size"], hf["draft_vocab_size"], replace=False))
+    known = np.zeros(hf["vocab_size"], bool)
+    known[chosen] = True
+    return found | {"d2t": chosen - np.arange(len(chosen)), "t2d": known}
