@@ -165,7 +165,7 @@ def _weights(row: Row) -> str:
     if not set(row.texts).isdisjoint(hf["architectures"][0] for hf in STATE_CASES.values()):
         return "16 bits"  # others were not tried
     if "Step3p7ForCausalLM" in row.texts:
-        return "16 bits, and quantized at load"  # one tensor of all experts is read in no other form
+        return "16 bits, FP8, and quantized at load"  # one tensor of all experts was tried in no other form
     in_gguf = not row.larger and not set(row.texts).isdisjoint(GGUF.values())
     return "all forms, GGUF" if in_gguf else "all forms"
 

@@ -24,7 +24,7 @@ from jaxserve.models.checkpoint.published_size import published_size
 from jaxserve.models.checkpoint.weight_sources import source_of
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.dense import dense_logits
-from tests.models.families import STATE_CASES, tensors_of
+from tests.models.families import CASES, STATE_CASES, tensors_of
 from tests.models.float_checkpoints import CHECKPOINTS, GOLDENS, MODELOPT_NVFP4, SIZES, hf_of, stored
 from tests.models.test_quantization import assert_equal_models
 from tests.models.test_quantize_at_load import load, widened
@@ -189,6 +189,37 @@ def test_experts_in_one_tensor_are_refused_by_name(form: str, tmp_path: Path) ->
         load(write_checkpoint(tmp_path, hf, tensors), "stored")
 
 
+@pytest.mark.parametrize("form", ["blocks", "experts"])
+def test_fp8_experts_in_one_tensor(form: str, tmp_path: Path) -> None:
+    """Blocks of 24 rows end within the experts of 64, whose scales are not shared."""
+    quantization: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [24, 32]}
+    quantization = quantization if form == "blocks" else {"quant_method": "modelopt", "quant_algo": "FP8"}
+    hf = json.loads(json.dumps(CASES["step3p7"]))
+    hf["text_config"] |= {"hidden_size": 64, "moe_intermediate_size": 64}
+    tensors, rng = random_tensors(hf), np.random.default_rng(0)
+    names = [name for name, array in tensors.items() if array.ndim == 3 and name.endswith("_proj.weight")]
+    assert len(names) == 6
+    wide, stored = dict(tensors), dict(tensors)
+    for name in names:
+        experts, rows, depth = tensors[name].shape
+        shape = (experts, -(-rows // 24), -(-depth // 32)) if form == "blocks" else (experts, 1, 1)
+        scales = rng.uniform(0.01, 0.1, shape).astype(np.float32)
+        codes = (tensors[name] * 20).astype(ml_dtypes.float8_e4m3fn)
+        each = scales.repeat(24, 1)[:, :rows].repeat(32, 2)[:, :, :depth] if form == "blocks" else scales
+        wide[name] = codes.astype(np.float32) * each
+        stored |= {name: codes, f"{name}_scale{'_inv' if form == 'blocks' else ''}": scales}
+    directory = write_checkpoint(tmp_path / "stored", hf | {"quantization_config": quantization}, stored)
+    kept = load(directory, "stored")
+    plain = load(write_checkpoint(tmp_path / "plain", hf, wide), "none")
+    for got in (widened(kept), load(directory, "none")):
+        for spec, a, b in zip(plain.structure.specs, got.leaves, plain.leaves, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-7, atol=0, err_msg=spec.name)
+    assert sum(spec.packing is not None for spec in kept.structure.specs) == 2 * 2 * 2  # gate and up, and down
+    ids = jnp.arange(12, dtype=jnp.int32)
+    logits = [dense_logits(model.structure, model.leaves, ids) for model in (kept, plain)]
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_part_takes_little_more_memory_than_its_result(tmp_path: Path) -> None:
     """Of each format, with a part of 16 million weights and more: at most 1.3 times the result at any time."""
     rng = np.random.default_rng(0)
@@ -233,10 +264,6 @@ def test_published_configurations_are_planned() -> None:
             continue
         structure = build(config.replace(quantization="stored"), jnp.dtype("bfloat16"))
         assert config.stored_form is not None, file.name
-        if "Step-3.7-Flash-FP8" in file.name:
-            with pytest.raises(ModelLoadError, match="one tensor of all experts in fp8 is not read"):
-                published_size(structure)
-            continue
         size, form = published_size(structure).num_bytes, config.stored_form
         wide = {part.name: part for spec in structure.specs if spec.packing is None for part in spec.parts}
         # Input projections of recurrent layers in FP8 take 16 bits in memory.

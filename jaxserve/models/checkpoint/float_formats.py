@@ -83,26 +83,18 @@ class FoundModules(frozenset[str]):
 def format_of(part: Part, tensors: Tensors) -> Method | None:
     """Return the floating-point format in which the files store a part; None: its values are stored as they are.
 
-    Raises ModelLoadError for experts in one tensor whose axes are in another order, or whose scales are FP8's.
+    Raises ModelLoadError for experts in one tensor whose axes are in another order.
     """
     if part.mxfp4:
         return "gpt-oss"
     module = part.name.removesuffix(".weight")
     method = _stored_format(module, tensors, tensors.get(part.name, tensors.get(f"{module}.weight_packed")))
-    if method is not None and (part.transpose is not None or _of_experts_in_fp8(part, method)):
-        raise _not_read(part, method)
+    if method is not None and part.transpose is not None:
+        raise ModelLoadError(
+            f"{part.name}: one tensor of all experts in {method} is not read",
+            fix="name a checkpoint with a tensor for each expert",
+        )
     return method
-
-
-def _of_experts_in_fp8(part: Part, method: Method) -> bool:
-    return method == "fp8" and len(part.shape) > 2
-
-
-def _not_read(part: Part, method: Method) -> ModelLoadError:
-    return ModelLoadError(
-        f"{part.name}: one tensor of all experts in {method} is not read",
-        fix="name a checkpoint with a tensor for each expert",
-    )
 
 
 def _stored_format(module: str, tensors: Tensors, values: Tensor | None) -> Method | None:
@@ -179,25 +171,28 @@ def float_tensors(part: Part, method: Method, tensors: Tensors, block: Block | N
 
 
 def _fp8_scale(part: Part, block: Block | None, tensors: Tensors) -> dict[str, Shapes]:
-    rows, name = part.shape[0], f"{part.name}_scale"
+    *experts, rows, _ = part.shape
+    name = f"{part.name}_scale"
     if block is None:
-        return {name: ((), (1,), (rows,), (rows, 1))}
+        one_each = ((*experts,), (*experts, 1, 1)) if experts else ()
+        return {name: ((), (1,), *one_each, (*experts, rows), (*experts, rows, 1))}
     if name not in tensors:  # as compressed-tensors calls it
         name = f"{part.name}_scale_inv"
-    return {name: (tuple(-(-n // b) for n, b in zip(part.shape, block, strict=True)),)}
+    return {name: (_blocks(part, block),)}
+
+
+def _blocks(part: Part, block: Block) -> tuple[int, ...]:
+    """Return the shape of the scales of FP8's blocks: [O / rows, I / columns], of experts [experts, ...]."""
+    *experts, rows, depth = part.shape
+    return *experts, -(-rows // block[0]), -(-depth // block[1])
 
 
 def float_bytes(part: Part, method: Method, block: Block | None) -> int:
-    """Return the bytes of a part's published tensors. FP8's scales have 4 bytes, of a tensor's scale there is one.
-
-    Raises ModelLoadError for experts in one tensor of FP8 in blocks, which are not read.
-    """
-    if block is not None and _of_experts_in_fp8(part, method):
-        raise _not_read(part, method)
+    """Return the bytes of a part's published tensors. FP8's scales have 4 bytes, of a tensor's scale there is one."""
     layout, count = _FORMATS[method], math.prod(part.shape)
     if layout.group is not None:
         return count // layout.per_byte + count // layout.group + 4 * layout.of_tensor
-    return count + 4 * (1 if block is None else math.prod(-(-n // b) for n, b in zip(part.shape, block, strict=True)))
+    return count + 4 * (1 if block is None else math.prod(_blocks(part, block)))
 
 
 def check_float_dtypes(part: Part, method: Method, tensors: Tensors) -> None:
@@ -231,8 +226,9 @@ class FloatWeight:
         self._values = _flat(tensors[names[0]], (self.rows, self.depth // self._layout.per_byte))
         scales = _whole(tensors[names[1]], read)
         check_scale(names[1], scales, zeros=self._layout.of_tensor)
+        self._of_expert = part.shape[-2]  # rows
         if self._layout.group is None:
-            self._scales = scales.astype(np.float32)
+            self._scales = scales.astype(np.float32).reshape(-1, 1 if block is None else scales.shape[-1])
         else:
             self._scales = scales.reshape(self.rows, -1)
             self._scales = self._scales.view(np.uint8) if scales.dtype == _E8M0 else self._scales
@@ -260,7 +256,7 @@ class FloatWeight:
             wide = raw.astype(np.float32)
             if self._block is None:
                 return wide * self._fp8_scales(first, last, self.depth)
-            rows = self._scales[np.arange(first, last) // self._block[0]]
+            rows = self._block_scales(first, last, self._block)
             return wide * rows[:, np.arange(self.depth) // self._block[1]]
         numbers = raw.astype(np.float32) if self._layout.per_byte == 1 else _PAIRS[raw].reshape(len(raw), -1)
         scales = self._scales[first:last]
@@ -277,10 +273,15 @@ class FloatWeight:
     def _fp8_scales(self, first: int, last: int, group: int) -> np.ndarray:
         """Return FP8's scales of rows with one for each `group` weights, float32 [rows, I / group]."""
         if self._block is None:
-            scales = np.broadcast_to(self._scales.reshape(-1), self.rows)[first:last, None]
+            scales = self._scales[np.arange(first, last) // (self.rows // len(self._scales))]
             return np.repeat(scales, self.depth // group, axis=1)
         columns = np.arange(0, self.depth, group) // self._block[1]
-        return self._scales[np.arange(first, last) // self._block[0]][:, columns]
+        return self._block_scales(first, last, self._block)[:, columns]
+
+    def _block_scales(self, first: int, last: int, block: Block) -> np.ndarray:
+        """Return the scales of the blocks that rows lie in, [rows, I / columns]. An expert's rows begin a block."""
+        expert, row = np.divmod(np.arange(first, last), self._of_expert)
+        return self._scales[expert * -(-self._of_expert // block[0]) + row // block[0]]
 
 
 def _flat(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
