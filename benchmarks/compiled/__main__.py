@@ -3,8 +3,8 @@
     python -m benchmarks.compiled [--chip h200|v5e|v6e] [--write] [NAME]
     python -m benchmarks.compiled [--chip h200|v5e|v6e] --lowered
 
-Without --write the exit code is 1 if a number of the committed table got worse. NAME: only programs whose names have
-this text. Takes about 8 CPU seconds a program.
+Without --write the exit code is 1 if a number of the committed table got worse. NAME: only programs whose names match
+this expression. Takes about 8 CPU seconds a program.
 
 --lowered compiles nothing. If every program has the text that the table's programs had, the table is of the present
 sources, and is marked so: files were moved, or code was written in another way. Takes about 1 CPU second a program.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ _TPU_PACKAGES = ("jax", "jaxlib", "libtpu")
 def main() -> int:
     """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
-    parser.add_argument("name", nargs="?", default="", help="only programs whose names have this text")
+    parser.add_argument("name", nargs="?", default="", help="only programs whose names match this expression")
     parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--chip", choices=table.CHIPS, default="h200")
     parser.add_argument("--lowered", action="store_true", help="compare the programs' texts only")
@@ -41,7 +42,7 @@ def main() -> int:
     old = table.load(options.chip)["programs"] if table.path_of(options.chip).exists() else {}
     found = _run_child(options.name, options.chip)
     if options.write:
-        kept = {name: reading for name, reading in old.items() if options.name and options.name not in name}
+        kept = {name: reading for name, reading in old.items() if options.name and not re.search(options.name, name)}
         packages = _PACKAGES.get(options.chip, _TPU_PACKAGES)
         texts = table.load(options.chip).get("lowered", {}) if options.name else {}
         texts |= {name: each["lowered"] for name, each in _run_child(options.name, options.chip, "--lower").items()}

@@ -1,6 +1,6 @@
 """Compile programs and print one JSON line each: `python -m benchmarks.compiled.child DUMPS NAME CHIP [--lower]`.
 
-DUMPS: the folder of XLA_FLAGS' dumps. It is emptied. NAME: only programs whose names have this text.
+DUMPS: the folder of XLA_FLAGS' dumps. It is emptied. NAME: only programs whose names match this expression.
 --lower: do not compile, and print the SHA-256 of each program's text instead.
 """
 
@@ -30,12 +30,12 @@ _ESCAPED = re.compile(rb'\\([0-9A-F]{2}|\\|")')
 
 
 def main(dumps: Path, wanted: str, chip: str, *, lower: bool) -> None:
-    """Compile, or lower only, the programs of a chip whose names have the text `wanted`."""
+    """Compile, or lower only, the programs of a chip whose names match the expression `wanted`."""
     jax.config.update("jax_traceback_in_locations_limit", 0)  # a moved file changes no program
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     programs = all_programs if chip == "h200" else tpu_programs
     for name, program in programs(make_target(CHIPS[chip]).mesh):
-        if wanted in name:
+        if re.search(wanted, name):
             found = {"lowered": _lowered(program)} if lower else _reading(program, dumps, chip)
             print(json.dumps({name: found}), flush=True)
 

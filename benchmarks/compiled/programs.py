@@ -41,9 +41,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "Gemma-4-31B": {},  # a window, then heads of 512 whose V is K
     "Llama-4-Scout": {"no_rope_layers": [1, 0]},  # chunks, then all tokens without positions
     "MiMo-V2-Flash": {"hybrid_layer_pattern": [0, 1]},  # heads by layer, V narrower than K, sinks in windows
+    "Gemma-4-E2B": {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2},  # one cache
+    "Laguna-XS": {"num_attention_heads_per_layer": [48, 64]},  # a gate for each head, of which windows have more
+    "GLM-4.7-Flash": {},  # latent attention of 20 heads, V wider than the part of K without positions
+    "Mistral-Small-4": {},  # latent attention, all layers with experts
+    "MiniMax-M2": {},  # 256 experts, half of each head without positions
 }
 # quantization_config of checkpoints that were made for activations of 8 bits
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": ["lm_head"]}
 _BFLOAT16 = jnp.dtype("bfloat16")
 _SEQS, _TOKENS, _CONTEXT, _PAGES, _PAGE = 512, 8192, 16384, 16384, 16
 
@@ -110,6 +116,8 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     nvfp4 = make_set(LLAMA, target, weights="nvfp4")
     yield from _named(f"{LLAMA} in nvfp4", nvfp4.decode(1), nvfp4.decode(128))
     yield from _named("Qwen3-30B-A3B in nvfp4", make_set("Qwen3-30B-A3B", target, weights="nvfp4").decode(64))
+    mxfp8 = make_set(LLAMA, target, weights=MXFP8)
+    yield from _named(f"{LLAMA} in mxfp8", mxfp8.decode(1), mxfp8.decode(128))
     mxfp4 = make_set("gpt-oss-120b", target, weights={"quant_method": "mxfp4"})
     yield from _named("gpt-oss-120b in mxfp4", mxfp4.decode(64), mxfp4.extend(512))
     for form, config in (("W8A8", w8a8("int8")), ("FP8 of rows", w8a8("fp8")), ("FP8 in blocks", FP8_BLOCKS)):
@@ -154,6 +162,7 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     yield from _named(f"{LLAMA} in int4", make_set(LLAMA, target, attention="tpu", weights="int4").decode(64))
     yield from _named(f"{LLAMA} with int8 pages", make_set(LLAMA, target, attention="tpu", pages="int8").decode(64))
     yield from _named(f"{LLAMA} in nvfp4", make_set(LLAMA, target, attention="tpu", weights="nvfp4").decode(64))
+    yield from _named(f"{LLAMA} in mxfp8", make_set(LLAMA, target, attention="tpu", weights=MXFP8).decode(64))
     for weights in ("int8", "int4", "nvfp4"):
         experts = make_set("Qwen3-30B-A3B", target, attention="tpu", weights=weights)
         yield from _named(f"Qwen3-30B-A3B in {weights}", experts.decode(64))
@@ -162,6 +171,9 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for name in FAMILIES:
         layers = 1 if name == "DeepSeek-V3" else 2  # two have weights of 42 GiB, and the larger chip has 31
         yield from _named(name, make_set(name, target, attention="tpu", layers=layers).decode(64))
+    for name in KINDS:
+        kind = make_set(name, target, attention="tpu")
+        yield from _named(name, kind.decode(64), kind.extend(512))
 
 
 def _named(model: str, *programs: Program) -> Iterator[tuple[str, Program]]:
