@@ -61,7 +61,7 @@ def named(families: Families, model: str) -> Families:
         return families
     return [
         {**each, "samples": [(name, {"model_name": model} | labels, value) for name, labels, value in each["samples"]]}
-        if each["name"].startswith("jaxserve:")
+        if each["name"].startswith(("jaxserve:", "vllm:"))
         else each
         for each in families
     ]

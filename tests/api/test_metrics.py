@@ -86,7 +86,7 @@ def test_names_that_routers_and_dashboards_read(server: LiveServer) -> None:
     assert 'vllm:request_success_total{finished_reason="stop",model_name="demo"}' in found
     for name in ("jaxserve:xla_compilations_total", "jaxserve:engine_restarts_total", "jaxserve:host_seconds_total"):
         assert name in found
-    samples = re.findall(r"^jaxserve:.*", server.http.get("/metrics").text, re.MULTILINE)
+    samples = re.findall(r"^(?:jaxserve|vllm):.*", server.http.get("/metrics").text, re.MULTILINE)
     assert samples and all('model_name="demo"' in each for each in samples)
     assert found["jaxserve:api_tasks"] > 0 and found["process_open_fds"] > 0
 
