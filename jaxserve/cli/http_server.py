@@ -259,8 +259,17 @@ def http_config(
     return config
 
 
+def _says_something(record: logging.LogRecord) -> bool:
+    """Leave out uvicorn's error that 0 tasks are cancelled: a client that keeps an idle TLS connection is no error."""
+    return not (record.levelno == logging.ERROR and record.msg.startswith("Cancel %s running") and record.args == (0,))
+
+
 class Server(uvicorn.Server):
     """uvicorn's server without signal handlers, because the process's main function handles signals."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_says_something)
 
     def look_at_certificate(self) -> None:
         """Look within a second whether the certificate's files have changed."""

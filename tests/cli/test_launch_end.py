@@ -17,14 +17,16 @@ from typing import Any
 
 import httpx2
 import pytest
+import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+from fastapi import FastAPI
 
 from jaxserve.cli import http_server, main
-from jaxserve.cli.http_server import REPEATED, bind, check_certificates, on_signals
+from jaxserve.cli.http_server import REPEATED, Server, bind, check_certificates, on_signals
 from jaxserve.cli.launch import Launch
 from jaxserve.client import supervisor
 from jaxserve.config import Config
@@ -196,6 +198,29 @@ def test_sighup_reads_keys_and_limits_again(tmp_path: Path, caplog: pytest.LogCa
         "SIGHUP: changed: server.keys, server.request_timeout; these need a restart: server.max_body_bytes"
     )
     assert wrong.levelno == refused.levelno == logging.ERROR
+
+
+def test_an_idle_connection_at_the_end_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """A client that keeps a TLS connection lets uvicorn wait for it and cancel nothing."""
+
+    class Connection:
+        def shutdown(self) -> None: ...
+
+    async def end(*tasks: asyncio.Task[None]) -> None:
+        server = Server(uvicorn.Config(FastAPI(), timeout_graceful_shutdown=0, lifespan="off", log_config=None))
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        server.servers, server.server_state.connections = [], {Connection()}  # type: ignore[arg-type]
+        server.server_state.tasks = set(tasks)
+        await server.shutdown()
+
+    async def both() -> None:
+        await end()
+        assert "Cancel" not in caplog.text
+        await end(asyncio.create_task(asyncio.sleep(60)))
+
+    asyncio.run(both())
+    assert "Cancel 1 running task(s)" in caplog.text
 
 
 def test_a_background_response_outlives_a_drain_that_takes_too_long(tmp_path: Path) -> None:
