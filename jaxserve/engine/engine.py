@@ -160,6 +160,8 @@ _R = TypeVar("_R")
 def takes_other_names(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let a method take other engines' names of its arguments. The others are an InvalidValueError, not a TypeError."""
     signature = inspect.signature(method)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    names = str(inspect.Signature(bare)).strip("()").removeprefix("self, ")
     has_options = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())  # it checks them itself
 
     @functools.wraps(method)
@@ -177,7 +179,7 @@ def takes_other_names(method: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             signature.bind(*args, **given)
         except TypeError as error:
-            raise InvalidValueError(f"{method.__name__}{signature}: {error}".replace("self, ", ""), param="") from None
+            raise InvalidValueError(f"{method.__name__}({names}): {error}", param="") from None
         return method(*args, **given)
 
     return call

@@ -498,12 +498,12 @@ def test_arguments_by_the_names_of_others(engine: Engine) -> None:
         ({"prompts": "x", "prompt": "x"}, "prompts is given twice"),
         ({"prompts": "x", "lora_request": 1}, "generate has no lora_request: use load_adapter"),
         ({"prompts": "x", "stream": True}, "use AsyncEngine"),
-        ({"prompts": "x", "no_such": 1}, r"generate\(prompts: .* unexpected keyword argument 'no_such'"),
+        ({"prompts": "x", "no_such": 1}, r"generate\(prompts, params=None, .* unexpected keyword argument 'no_such'"),
         ({}, "missing a required argument: 'prompts'"),
     ):
         with pytest.raises(InvalidValueError, match=message):
             ask(**given)
-    with pytest.raises(InvalidValueError, match=r"request_id: .*too many positional"):
+    with pytest.raises(InvalidValueError, match=r"\(prompt, .*request_id=None, .*too many positional"):
         engine.add_request("0", "x", SamplingParams())  # type: ignore[call-arg]
 
 
