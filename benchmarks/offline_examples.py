@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             source = file.read_text(encoding="utf-8")
             if re.search(rf"^\s*(import|from) ({'|'.join(PEERS)})\b", source, re.MULTILINE):
                 found = run(file, source, args.limit, models[kind_of(source)])
-                print(found.row(file.relative_to(args.folder).as_posix()), flush=True)
+                print(found.row(file.name), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ Made by `python -m docgen.flags`; a test holds it to the code.
 `jaxserve launch` (or `serve`) knows the launch flags of vLLM 0.32 and SGLang 0.5.23, and the usual ones of
 llama-server. Each is in one of the three tables below. A flag is spelled with `-` or `_`, as `--flag value` or
 `--flag=value`; `--no-flag` is the opposite of a switch. In the tables `*` stands for all flags with this beginning.
-jaxserve's own keys: [configuration.md](configuration.md). What else differs: [coming_from.md](coming_from.md).
+jaxserve's own keys: [configuration.md](configuration.md). What else differs: [vLLM and SGLang](coming_from_vllm.md),
+[llama-server](coming_from_llama_server.md).
 """
 _TAKEN = """
 ## Flags that set a key
@@ -66,7 +67,9 @@ def _cells(answer: Answer) -> str:
     values += [f"any other word is `{answer.others}`"] if answer.others is not None else []
     values += [answer.note] if answer.note else []
     if answer.fields:
-        return f"`speculation.*` | a JSON object with {', '.join(f'`{name}`' for name in answer.fields)}"
+        keys = sorted(set(answer.fields.values()))
+        key = keys[0] if len(keys) == 1 else f"{answer.key.partition('.')[0]}.*"
+        return f"`{key}` | a JSON object with {', '.join(f'`{name}`' for name in answer.fields)}"
     return f"`{answer.key}` | {', '.join(values)}"
 
 
