@@ -15,7 +15,9 @@ import jaxserve
 from jaxserve.api.http.middleware import PAGE_FILES
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
+from jaxserve.types.messages import EngineStats, Outputs
 from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import DraftCounters
 from tests.api.conftest import LiveServer, reply_with
 from tests.api.test_batches import chat_line
 from tests.api.test_tools import CALL, WEATHER
@@ -301,6 +303,22 @@ def test_a_batch_in_progress_is_shown_and_cancelled(browser: Browser, tmp_path: 
         assert not server.call(lambda: list(server.link.running))
         browser.picture(tmp_path / "cancelled.png")
         browser.send("Page.navigate", url="about:blank")
+    assert browser.complaints == []
+
+
+def test_the_share_of_right_drafts_is_shown(browser: Browser) -> None:
+    figure = "[...document.querySelectorAll('figure')].find((each) => each.textContent.startsWith('Drafts accepted'))"
+    with LiveServer() as server:
+
+        def tell(drafts: DraftCounters) -> None:
+            server.call(lambda: server.link._messages.put_nowait(Outputs([], EngineStats(drafts=drafts))))
+
+        open_page(browser, server.url)
+        tell(DraftCounters(1, 4, [0]))
+        browser.run("location.hash = 'live'")
+        browser.wait(f"{figure}?.textContent.includes('by position 0 %')")
+        tell(DraftCounters(3, 12, [2, 1]))
+        browser.wait(f"{figure}.textContent === 'Drafts accepted38 %by position 67, 33 %'")
     assert browser.complaints == []
 
 
