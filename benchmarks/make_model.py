@@ -1,21 +1,27 @@
 """Make a model directory with random weights and a real tokenizer, in the published form.
 
     python -m benchmarks.make_model DIR [--hidden 1024 --layers 16 ...] [--tokenizer TOKENIZER_DIR]
+    python -m benchmarks.make_model DIR --widen 2 --layers 24
 
 The default is a Llama of about 190M parameters. Any server that reads Hugging Face directories can serve it.
+
+--widen N: the demo model with rows, heads and intermediate sizes N times as wide and with more layers. What was added
+contributes nothing, so it writes the demo model's texts, at the cost of a model of that size.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.tokenizer_files import copy_tokenizer
 
@@ -89,6 +95,47 @@ def make_model(directory: Path, shape: Shape, *, dtype: str = "float32", tokeniz
     copy_tokenizer(directory, tokenizer)
 
 
+def widen(directory: Path, factor: int, layers: int) -> int:
+    """Write the demo model with `factor` times its width and with `layers` layers. Returns the number of parameters."""
+    directory.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(directory)
+    with as_file(files("jaxserve") / "assets" / "demo") as demo:
+        hf = json.loads((demo / "config.json").read_text())
+        tensors = {name: value.astype(np.float32) for name, value in load_file(demo / "model.safetensors").items()}
+        shutil.copyfile(demo / "generation_config.json", directory / "generation_config.json")
+    wider = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: factor * hf[name] for name in wider} | {"num_hidden_layers": layers, "torch_dtype": "float32"}
+    # the mean of squares is over more numbers
+    changed = hf | sizes | {"rms_norm_eps": hf["rms_norm_eps"] / factor}
+    rng, made = np.random.default_rng(0), dict[str, np.ndarray]()
+    for layer in range(layers):
+        for name in (each for each in tensors if each.startswith("model.layers.0.")):
+            own = name.replace("layers.0.", f"layers.{layer}.")
+            made[own] = _widened(tensors.get(own), tensors[name].shape, factor, rng)
+            if layer >= hf["num_hidden_layers"] and ("o_proj" in name or "down_proj" in name):
+                made[own][:] = 0  # the layer changes nothing
+    norm, embeddings = "model.norm.weight", "model.embed_tokens.weight"
+    made[norm] = _widened(tensors[norm], tensors[norm].shape, factor, rng)
+    width = tensors[embeddings].shape[1]
+    made[embeddings] = np.pad(tensors[embeddings], ((0, 0), (0, (factor - 1) * width)))
+    (directory / "config.json").write_text(json.dumps(changed, indent=2))
+    save_file(made, directory / "model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.size for tensor in made.values())
+
+
+def _widened(own: np.ndarray | None, shape: tuple[int, ...], factor: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a weight of `factor` times the shape, whose first part is `own`. None: random numbers."""
+    made = np.zeros([factor * size for size in shape], np.float32)
+    if len(shape) == 1:
+        made[:] = 1
+        made[: shape[0]] = 1 if own is None else own / np.sqrt(np.float32(factor))
+    elif own is None:
+        made[:] = _draw(rng, made.shape)
+    else:
+        made[: shape[0], : shape[1]] = own
+    return made
+
+
 def _draw(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
     if len(size) == 1:
         return np.ones(size, np.float32)
@@ -100,12 +147,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--widen", type=int, help="of the demo model; with --layers and nothing else")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     default = Shape()
     names = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "context")
     for name in names:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     options = parser.parse_args()
+    if options.widen is not None:
+        count = widen(options.directory, options.widen, options.layers)
+        return print(f"{options.directory}: {count / 1e6:.0f}M parameters, the texts of the demo model")
     shape = Shape(**{name: getattr(options, name) for name in names})
     make_model(options.directory, shape, dtype=options.dtype, tokenizer=options.tokenizer)
     count = sum(int(np.prod(size)) for _, size in shape.tensors())
