@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ from jaxserve.runtime.draft_model import check_draft_model
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.step import Request
-from tests.fakes import make_request, run_all
+from tests.fakes import Transcripts, make_request, run_all
 from tests.models.dense import dense_logits
 from tests.runtime.test_speculation import (
     FEATURES,
@@ -139,6 +140,41 @@ def test_a_right_draft_model_saves_steps(guessing: ModelRunner, plain: dict[str,
     core = core_of(guessing, DeviceDrafts(V))
     assert run_all(core, [request])["greedy 0"].token_ids == plain["greedy 0"][0]
     assert core.scheduler.counters.steps <= 2 + TOKENS // (1 + DRAFTS)
+
+
+def test_tokens_after_a_restart(guessing: ModelRunner, plain: dict[str, Seen]) -> None:
+    """Another engine goes on where one died, with the tokens that its client has and other weights of the draft model.
+
+    Its prompts are the old prompts and these tokens, so the draft model computes them again.
+    """
+    named = requests_of(("greedy", "penalties", "grammar"))
+    whole = [request for request in named if len(plain[request.request_id][0]) > 9]
+    begun = [msgspec.structs.replace(each, resumed_token_ids=plain[each.request_id][0][:9]) for each in whole]
+    for spread in (0.0, 0.15):
+        guessing.draft_leaves = other_weights(guessing.leaves, spread) if spread else guessing.leaves
+        core = core_of(guessing, DeviceDrafts(V))
+        found = run_all(core, begun)
+        assert accepted(core) > 8
+        for each in whole:
+            token_ids, _, reason = plain[each.request_id]
+            assert (found[each.request_id].token_ids, found[each.request_id].reason) == (token_ids[9:], reason)
+
+
+def test_weights_of_the_draft_model_change_between_steps(guessing: ModelRunner, plain: dict[str, Seen]) -> None:
+    """Its pages of both weights are then under the same prefixes, and only the guesses are worse."""
+    core = core_of(guessing, DeviceDrafts(V))
+    transcripts, weights = Transcripts(), (guessing.leaves, other_weights(guessing.leaves, 0.5))
+    for request in requests_of(("greedy", "penalties")):
+        core.add(request)
+    for step in range(400):
+        guessing.draft_leaves = weights[step // 5 % 2]
+        transcripts.take(core.step())
+        if not core.has_work:
+            break
+    found = seen(transcripts)
+    assert found.keys() == {request.request_id for request in requests_of(("greedy", "penalties"))}
+    assert_same(guessing, found, plain)
+    assert accepted(core) > 0
 
 
 def test_models_that_cannot_guess_are_refused(tiny_model: LoadedModel) -> None:
