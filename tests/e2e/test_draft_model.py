@@ -8,12 +8,15 @@ is what a user runs.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import Engine, SamplingParams
@@ -101,6 +104,53 @@ def test_the_output_is_that_without_drafts(engine: Engine, plain: list[list[Any]
     assert len(found.accepted_per_pos) == DRAFTS
     assert found.accepted_per_pos == sorted(found.accepted_per_pos, reverse=True) and found.accepted_per_pos[-1]
     assert engine.core.stats().compiles == 0
+
+
+def schema_of(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A random JSON schema whose values are short."""
+    kinds = ["string", "enum", "integer", "boolean", "null", *(["array", "object", "object"] if depth else [])]
+    match rng.choice(kinds) if depth < 2 else "object":
+        case "string":
+            return {"type": "string", "maxLength": rng.randrange(1, 9)}
+        case "enum":
+            return {"enum": rng.sample(["red", "blue", 7, None, "Hugo", True], 3)}
+        case "integer":
+            return {"type": "integer", "minimum": -5, "maximum": rng.randrange(1, 500)}
+        case "array":
+            most = rng.randrange(1, 4)
+            return {"type": "array", "items": schema_of(rng, depth - 1), "minItems": most - 1, "maxItems": most}
+        case "object":
+            names = rng.sample(["city", "name", "count", "open", "story", "capital"], rng.randrange(1, 4))
+            properties = {name: schema_of(rng, depth - 1) for name in names}
+            return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+        case kind:
+            return {"type": kind}
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_answer_is_valid_by_its_schema_and_is_that_without_drafts(engine: Engine, count: int) -> None:
+    rng, accepted = random.Random(count), drafts(engine).num_accepted_tokens
+    schemas = [schema_of(rng) for _ in range(count)]
+    # between JSON tokens there may be 32 of them, which so small a model likes to write
+    spaces = {i: -100.0 for i in range(engine.info.vocab_size) if engine.tokenizer.decode([i]).isspace()}
+    params = [
+        SamplingParams(
+            temperature=0.7 * (place % 2),
+            seed=place,
+            max_tokens=300,
+            logit_bias=spaces,
+            grammar=GrammarSpec(kind="json_schema", source=json.dumps(schema)),
+        )
+        for place, schema in enumerate(schemas)
+    ]
+    prompts = [f"Answer {place} in JSON:" for place in range(count)]
+    plain = [msgspec.structs.replace(each, speculate=False) for each in params]
+    found, wanted = ([each for [each] in engine.generate(prompts, given)] for given in (params, plain))
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    assert [each.finish_reason for each in found] == ["stop"] * count
+    for schema, answer in zip(schemas, found, strict=True):
+        Draft202012Validator(schema).validate(json.loads(answer.text))
+    assert drafts(engine).num_accepted_tokens > accepted + count
 
 
 @pytest.mark.parametrize("level", [1, 2])
