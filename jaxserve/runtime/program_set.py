@@ -152,12 +152,14 @@ class ProgramSet:
         decode = [self.decode(self.buckets.decode[-1])] if self.buckets.decode else []
         verify = [self.verify(self.buckets.verify[-1])] if self.buckets.verify else []
         draft = [self.draft(self.buckets.draft[-1])] if self.buckets.draft else []
-        encode = [program for program in self.encode() if program.name == self._largest_block()]
+        encode = [program for program in self.encode() if program.name in self._largest_pieces()]
         extend, head = self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1])
         return [*decode, extend, head, *verify, *draft, *encode]
 
-    def _largest_block(self) -> str:
-        return "" if self.tower is None else f"encode_block[{self.tower.limits.sizes[-1]}]"
+    def _largest_pieces(self) -> tuple[str, ...]:
+        if self.tower is None:
+            return ()
+        return tuple(f"encode_{half}[{self.tower.limits.sizes[-1]}]" for half in ("attend", "mlp"))
 
     def encode(self) -> list[Program]:
         """Return the programs of the tower, and the one that makes its pool."""

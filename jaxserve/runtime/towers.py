@@ -2,14 +2,18 @@
 
 A picture is encoded in several dispatches, so that the steps of the language model run between them:
 
-    encode_start[P]   patches uint8 [P, W] -> x [P, D]: normalized and projected, positions added
-    encode_block[P]   one block on x. All blocks are equal, so one program runs them all, each with its own weights
-    encode_deep[P]    rows of the states after a deepstack block -> pool
-    encode_end[P]     rows of the states after the last block -> pool
+    encode_start[P]    patches uint8 [P, W] -> x [P, D]: normalized and projected, positions added
+    encode_attend[P]   the first half of a block on x. All blocks are equal, so one program runs them all, each with its
+                       own weights
+    encode_mlp[P]      the second half
+    encode_deep[P]     rows of the states after a deepstack block -> pool
+    encode_end[P]      rows of the states after the last block -> pool
+
+Blocks are halved because on a CPU a block of 1024 patches takes half a second.
 
 Pictures that are wanted at once share a program, the smallest that the first one fits; each patch sees its own picture
 only. With `runtime.deterministic` a program has one picture, since sums of other lengths are rounded in another order.
-The scheduler says which pictures and blocks run in a step, and which rows of the pool they have, see
+The scheduler says which pictures and pieces run in a step, and which rows of the pool they have, see
 scheduler/pictures.py.
 """
 
@@ -17,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +40,7 @@ from jaxserve.types.step import EncodePart, SampledTokens, StepHandle
 
 PATCHES = (256, 1024, 4096, 16384)  # of the programs
 CPU_TOKENS, MAX_TOKENS = 256, 4096  # largest picture
-MOST_SECONDS = 0.5  # of the blocks of a step
+MOST_SECONDS = 0.3  # of the pieces of a step
 
 MakeProgram = Callable[[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any], Any]
 Leaves = tuple[jax.Array, ...]
@@ -53,7 +56,7 @@ def tower_limits(
         num_rows=max(max_num_batched_tokens, most),
         merge=config.merge,
         sizes=(*sizes, most * config.merge**2),
-        num_blocks=config.depth,
+        pieces=tuple(piece for piece, _ in config.pieces),
         packs=not deterministic,
     )
 
@@ -117,20 +120,30 @@ class TowerPrograms:
         positions = None if self.table is None else self.table.bind(table)
         return embedded(self.config, self.start.bind(start), positions, patches, places, weights, self.dtype)
 
-    def run_block(
+    def run_attend(
         self, leaves: Leaves, x: jax.Array, places: jax.Array, segments: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Run one block: x [P, D] -> (x [P, D], an int32 scalar to wait for)."""
-        x = self.blocks[0].bind(leaves)(x, places, segments)
-        return x, jnp.isfinite(x[0, 0]).astype(jnp.int32)
+        """Run the first half of a block: x [P, D] -> (x [P, D], an int32 scalar to wait for)."""
+        return _with_mark(self.blocks[0].bind(leaves).attend(x, places, segments))
 
-    def run_deep(self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array, part: jax.Array) -> jax.Array:
-        """Write the rows of a deepstack block to a part of the pool. targets: int32 [P / merge^2], E for padding"""
-        return pool.at[part, targets].set(self.deep[0].bind(leaves)(x).astype(pool.dtype), mode="drop")
+    def run_mlp(self, leaves: Leaves, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Run the second half of a block: x [P, D] -> (x [P, D], an int32 scalar to wait for)."""
+        return _with_mark(self.blocks[0].bind(leaves).feed_forward(x))
 
-    def run_end(self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """Write the rows of the last block to the pool. targets: as in `run_deep`"""
-        return pool.at[0, targets].set(self.end.bind(leaves)(x).astype(pool.dtype), mode="drop")
+    def run_deep(
+        self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array, part: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write the rows of a deepstack block to a part of the pool, and return a scalar to wait for.
+
+        targets: int32 [P / merge^2], E for padding
+        """
+        rows, mark = _with_mark(self.deep[0].bind(leaves)(x).astype(pool.dtype))
+        return pool.at[part, targets].set(rows, mode="drop"), mark
+
+    def run_end(self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Write the rows of the last block to the pool, see `run_deep`."""
+        rows, mark = _with_mark(self.end.bind(leaves)(x).astype(pool.dtype))
+        return pool.at[0, targets].set(rows, mode="drop"), mark
 
     def programs(self, leaves: Sequence[Any], pool: Any, replicated: Any, make: MakeProgram) -> Iterator[Any]:
         """Yield `make(name, function, args, donated args, out shardings)` of each program. leaves, pool: structs"""
@@ -146,18 +159,24 @@ class TowerPrograms:
             places = ints(size, 6)
             args: tuple[Any, ...] = (*self.leaves_of_start(leaves), patches, places, weights)
             yield make(f"encode_start[{size}]", self.run_start, args, (), replicated)
-            args = (self.blocks[0].chosen(leaves), x, places, ints(size))
-            yield make(f"encode_block[{size}]", self.run_block, args, (1,), (replicated, replicated))
+            both, weights = (replicated, replicated), self.blocks[0].chosen(leaves)
+            yield make(f"encode_attend[{size}]", self.run_attend, (weights, x, places, ints(size)), (1,), both)
+            yield make(f"encode_mlp[{size}]", self.run_mlp, (weights, x), (1,), both)
             if self.deep:
                 args = (self.deep[0].chosen(leaves), pool, x, targets, ints())
-                yield make(f"encode_deep[{size}]", self.run_deep, args, (1,), replicated)
+                yield make(f"encode_deep[{size}]", self.run_deep, args, (1,), both)
             args = (self.end.chosen(leaves), pool, x, targets)
-            yield make(f"encode_end[{size}]", self.run_end, args, (1,), replicated)
+            yield make(f"encode_end[{size}]", self.run_end, args, (1,), both)
+
+
+def _with_mark(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return x [P, D], and an int32 scalar that is ready when x is: x itself may be donated before it is waited for."""
+    return x, jnp.isfinite(x[0, 0]).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
 class _InProgress:
-    """Pictures that are being encoded: their states after the blocks that ran, and their layout on the host."""
+    """Pictures that are being encoded: their states after the pieces that ran, and their layout on the host."""
 
     size: int
     x: jax.Array
@@ -189,69 +208,66 @@ class TowerRunner:
         self._pictures = None
 
     def warm_up(self, leaves: Leaves, step_seconds: float) -> None:
-        """Run each program on a picture of each size, and measure the blocks for `limits`.
+        """Run each program on a picture of each size, and measure the pieces for `limits`.
 
-        step_seconds: of a step of decode rows, if it was measured. The blocks of a step take no longer, so that beside
-        an encode running streams wait for two steps, or for a step and one block
+        step_seconds: of a step of decode rows, if it was measured. The pieces of a step take no longer, so that beside
+        an encode running streams wait for two steps, or for a step and one piece
         """
         merge, config = self.limits.merge, self._programs.config
-        seconds: dict[int, float] = {}
+        seconds: dict[tuple[str, int], float] = {}
         for size in self.limits.sizes:
             grid = 1, merge, size // merge
             picture = Picture(bytes(32), bytes(size * config.width), grid, 0, size // merge**2)
             state = self._start(leaves, (picture,))
-            seconds[size] = math.inf
-            for _ in range(2):  # the first run takes longer
-                state.x.block_until_ready()
-                began = time.perf_counter()
-                state, done = self._block(leaves, 0, state)
-                done.block_until_ready()
-                seconds[size] = min(seconds[size], time.perf_counter() - began)
-            nowhere = self._targets([], size)
-            self._merge(leaves, 0, state, nowhere)
-            if config.deepstack:
-                self._merge(leaves, 1, state, nowhere)
-            jax.block_until_ready(self.pool)
+            state.x.block_until_ready()
+            for piece in dict.fromkeys(self.limits.pieces):
+                taken = []
+                for _ in range(2):  # the first run takes longer
+                    began = time.perf_counter()
+                    state, done = self._run_piece(leaves, piece, 0, state, self._targets([], size))
+                    done.block_until_ready()
+                    taken.append(time.perf_counter() - began)
+                seconds[piece, size] = min(taken)
         allowed = min(MOST_SECONDS, step_seconds)
-        self.limits = dataclasses.replace(self.limits, block_seconds=seconds, step_seconds=allowed)
+        self.limits = dataclasses.replace(self.limits, seconds=seconds, step_seconds=allowed)
 
     def run(self, leaves: Leaves, part: EncodePart) -> jax.Array:
-        """Dispatch blocks of the tower. Returns a scalar to wait for.
+        """Dispatch pieces of the tower. Returns a scalar to wait for.
 
         leaves: the model's weights, one array [shape] per parameter
         """
-        config = self._programs.config
         state = self._start(leaves, part.pictures) if part.first == 0 else self._pictures
         assert state is not None, "pictures go on that were not started"
         self._pictures = None  # their states are donated
         targets = self._targets(part.rows, state.size)
+        pieces = self._programs.config.pieces
         done: jax.Array | None = None
-        for index in range(part.first, part.last):
-            state, done = self._block(leaves, index, state)
-            if index in config.deepstack:
-                self._merge(leaves, 1 + config.deepstack.index(index), state, targets)
-        if part.last == config.depth:
-            self._merge(leaves, 0, state, targets)
-        else:
+        for piece, index in pieces[part.first : part.last]:
+            state, done = self._run_piece(leaves, piece, index, state, targets)
+        if part.last < len(pieces):
             self._pictures = state
-        assert done is not None, "no blocks"
+        assert done is not None, "no pieces"
         return done
 
-    def _block(self, leaves: Leaves, index: int, state: _InProgress) -> tuple[_InProgress, jax.Array]:
-        """Dispatch a block. Returns the states behind it, and a scalar to wait for."""
-        layout, weights = state.layout, self._programs.blocks[index].chosen(leaves)
-        segments = layout.segments[segments_row(self._programs.config, index)]
-        x, done = self._call("block", state.size, weights, state.x, layout.places, segments)
+    def _run_piece(
+        self, leaves: Leaves, piece: str, index: int, state: _InProgress, targets: np.ndarray
+    ) -> tuple[_InProgress, jax.Array]:
+        """Dispatch a piece. Returns the states behind it, and a scalar to wait for. index: as in VisionConfig.pieces"""
+        programs, layout, x = self._programs, state.layout, state.x
+        match piece:
+            case "attend":
+                segments = layout.segments[segments_row(programs.config, index)]
+                args = programs.blocks[index].chosen(leaves), x, layout.places, segments
+                x, done = self._call("attend", state.size, *args)
+            case "mlp":
+                x, done = self._call("mlp", state.size, programs.blocks[index].chosen(leaves), x)
+            case "deep":
+                args = programs.deep[index].chosen(leaves), self.pool, x, targets, np.int32(1 + index)
+                self.pool, done = self._call("deep", state.size, *args)
+            case _:
+                args = programs.end.chosen(leaves), self.pool, x, targets
+                self.pool, done = self._call("end", state.size, *args)
         return dataclasses.replace(state, x=x), done
-
-    def _merge(self, leaves: Leaves, part: int, state: _InProgress, targets: np.ndarray) -> None:
-        """Write a part of the rows to the pool: 0 from the last block, the others from deepstack blocks."""
-        programs = self._programs
-        if part == 0:
-            self.pool = self._call("end", state.size, programs.end.chosen(leaves), self.pool, state.x, targets)
-        else:
-            weights = programs.deep[part - 1].chosen(leaves)
-            self.pool = self._call("deep", state.size, weights, self.pool, state.x, targets, np.int32(part))
 
     def _start(self, leaves: Leaves, pictures: Sequence[Picture]) -> _InProgress:
         programs = self._programs
@@ -274,9 +290,9 @@ class TowerRunner:
 
 
 class EncodingStep:
-    """The `StepHandle` of a step that encodes too. It is read when the blocks of the tower have run.
+    """The `StepHandle` of a step that encodes too. It is read when the pieces of the tower have run.
 
-    So no more than a step's blocks are ever in the device's queue before a new request.
+    So no more than a step's pieces are ever in the device's queue before a new request.
     """
 
     def __init__(self, step: StepHandle, done: jax.Array) -> None:
@@ -288,7 +304,7 @@ class EncodingStep:
         self._step.sample(bitmask, late)
 
     def result(self) -> SampledTokens:
-        """Wait for the step and for the blocks, and return the step's tokens."""
+        """Wait for the step and for the pieces, and return the step's tokens."""
         found = self._step.result()
         began = time.perf_counter()
         self._done.block_until_ready()

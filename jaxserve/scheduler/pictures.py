@@ -5,12 +5,13 @@ PicturePool is the only owner of the pool: the device looks nothing up. A pictur
 not passed it, and stays afterwards until its rows are needed, so that the same picture is encoded once.
 
     reach            a prompt goes on up to the first picture whose rows are not there. The chunk's are then wanted
-    plan             the next blocks of the tower for the pictures that were wanted first: as many as one program holds
+    plan             the next pieces of the tower for the pictures that were wanted first: as many as one program holds
     release_passed   the chunk that reads the end of a picture is dispatched: the rows may be overwritten by later steps
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ _Key = tuple[str, bytes]  # namespace and digest: latency would tell who else ha
 
 @dataclass(eq=False)
 class _Entry:
-    """A picture with rows in the pool. done: blocks of the tower that were dispatched
+    """A picture with rows in the pool. done: pieces of the tower that were dispatched
 
     While it is not done it has users: without any it is dropped.
     """
@@ -70,7 +71,7 @@ class PicturePool:
             if picture.end <= request.num_computed_tokens:
                 continue
             entry = self._hold(request, picture)
-            if entry is None or entry.done < self._limits.num_blocks:
+            if entry is None or entry.done < len(self._limits.pieces):
                 reached = min(reached, max(picture.start, request.num_computed_tokens))
             if entry is None:
                 break
@@ -86,7 +87,7 @@ class PicturePool:
                 return None
             entry = self._entries[key] = _Entry(key, picture, rows)
             self._wanted.append(entry)
-        elif request not in entry.users and entry.done == self._limits.num_blocks:
+        elif request not in entry.users and entry.done == len(self._limits.pieces):
             self.num_reused += 1
         entry.users.add(request)
         self._held.setdefault(request, set()).add(entry)
@@ -118,23 +119,26 @@ class PicturePool:
     def plan(self) -> list[EncodePart]:
         """Return the parts to run after the rows of this step. Later steps may read the pictures that they complete."""
         parts: list[EncodePart] = []
-        left = self._limits.step_seconds
+        pieces, left = self._limits.pieces, self._limits.step_seconds
         while self.has_work:
             if not any(entry.users for entry in self._begun):
                 self._begin()
-            begun, done = self._begun, self._begun[0].done
+            begun, first = self._begun, self._begun[0].done
             size = self._limits.size_of(sum(entry.picture.num_patches for entry in begun))
-            seconds = self._limits.block_seconds.get(size)
-            room = int(left / seconds) if seconds else 0
-            count = min(self._limits.num_blocks - done, max(room, 0 if parts else 1))
-            if count == 0:
+            last = first
+            while last < len(pieces):
+                seconds = self._limits.seconds.get((pieces[last], size), math.inf)
+                if seconds > left and (parts or last > first):
+                    break
+                left -= seconds
+                last += 1
+            if last == first:
                 break
             rows = [row for entry in begun for row in entry.rows]
-            parts.append(EncodePart(tuple(entry.picture for entry in begun), done, done + count, rows))
-            left -= count * (seconds or left)
+            parts.append(EncodePart(tuple(entry.picture for entry in begun), first, last, rows))
             for entry in begun:
-                entry.done += count
-            if done + count == self._limits.num_blocks:
+                entry.done = last
+            if last == len(pieces):
                 self.num_encoded += sum(bool(entry.users) for entry in begun)
                 self._begun = []
         return parts
@@ -181,7 +185,7 @@ class PicturePool:
         self._held[request].remove(entry)
         if not self._held[request]:
             del self._held[request]
-        if not entry.users and (entry in self._stale or entry.done < self._limits.num_blocks):
+        if not entry.users and (entry in self._stale or entry.done < len(self._limits.pieces)):
             self._drop(entry)
 
     def flush(self) -> None:

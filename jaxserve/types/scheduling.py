@@ -224,18 +224,18 @@ class TowerLimits:
     num_rows      rows of the pool, each of one token
     merge         patches of a token are merge x merge
     sizes         patches of the programs, ascending
-    num_blocks    blocks of the tower
+    pieces        names of the programs that encode a picture, in their order
     packs         whether pictures share a program if they fit. If not, the bits of a row depend on its picture alone
-    block_seconds patches of a program -> measured seconds of a block. Empty: not measured, a step then runs one block
-    step_seconds  for which the blocks of a step may run; running streams wait for them. A step has at least one
+    seconds       name and patches of a program -> measured seconds. Empty: not measured, a step then runs one piece
+    step_seconds  for which the pieces of a step may run; running streams wait for them. A step has at least one
     """
 
     num_rows: int
     merge: int
     sizes: tuple[int, ...]
-    num_blocks: int
+    pieces: tuple[str, ...]
     packs: bool = True
-    block_seconds: Mapping[int, float] = field(default_factory=dict)
+    seconds: Mapping[tuple[str, int], float] = field(default_factory=dict)
     step_seconds: float = 0.0
 
     def size_of(self, num_patches: int) -> int:

@@ -59,10 +59,10 @@ class RowPictures(NamedTuple):
 
 
 class EncodePart(NamedTuple):
-    """Blocks [first, last) of a tower, to run on pictures together. Their parts follow each other, no others between.
+    """Pieces [first, last) of a tower, to run on pictures together. Their parts follow each other, no others between.
 
     pictures    to start with, if first is 0
-    rows        of the pool for the tokens of all pictures, which get the result when the last block was run. A number
+    rows        of the pool for the tokens of all pictures, which get the result when the last piece was run. A number
                 beyond the pool: of a picture that nobody needs any more
     """
 

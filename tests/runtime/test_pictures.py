@@ -155,7 +155,7 @@ def test_a_running_stream_gets_a_token_in_every_step_beside_an_encode(runner: Mo
         assert len(transcripts["stream"].token_ids) == before + 1
     assert pool(core).num_encoded == 5
     steps = len(transcripts["stream"].token_ids)
-    assert steps >= limits.num_blocks, "several blocks ran in a step"
+    assert steps >= len(limits.pieces), "several pieces ran in a step"
 
 
 def test_pictures_that_are_wanted_at_once_share_a_program(runner: ModelRunner):
@@ -166,7 +166,7 @@ def test_pictures_that_are_wanted_at_once_share_a_program(runner: ModelRunner):
         before = runner.tower.num_dispatches
         assert tokens(run_all(core, [request_of(CASE, "five", "five")])) == {"five": golden(CASE, "five")}
         counts.append(runner.tower.num_dispatches - before)
-    each = 1 + limits.num_blocks + 2 + 1  # start, blocks, two deepstack blocks, end
+    each = 1 + 2 * 3 + 2 + 1  # start, halves of blocks, two deepstack blocks, end
     assert counts == [2 * each, 5 * each], "four of them are in the first chunk"
 
 
@@ -321,19 +321,22 @@ def test_a_model_without_a_tower_refuses_pictures(runner: ModelRunner):
 
 
 def test_limits_of_a_cpu_hold_a_picture_of_256_tokens(runner: ModelRunner):
-    assert runner.tower_limits == TowerLimits(num_rows=256, merge=2, sizes=(256, 1024), num_blocks=3)
+    pieces = ("attend", "mlp", "deep", "attend", "mlp", "attend", "mlp", "deep", "end")
+    assert runner.tower_limits == TowerLimits(num_rows=256, merge=2, sizes=(256, 1024), pieces=pieces)
 
 
-def test_a_step_runs_the_blocks_that_fit_in_its_time():
-    """A small picture takes three blocks a step, a large one a block that is longer than the time. None: one block."""
+def test_a_step_runs_the_pieces_that_fit_in_its_time():
+    """A small picture takes three pieces a step, a large one a piece that is longer than the time."""
     small, large = (Picture(bytes([size]) * 32, b"", (1, 8, 8 * size), 1, 16 * size) for size in (1, 16))
-    measured = TowerLimits(num_rows=512, merge=2, sizes=(256, 1024), num_blocks=4, step_seconds=0.35)
-    measured = dataclasses.replace(measured, block_seconds={256: 0.1, 1024: 0.4})
+    pieces = ("attend", "mlp", "attend", "end")
+    seconds = {(piece, size): taken for piece in pieces for size, taken in ((256, 0.1), (1024, 0.4))}
+    measured = TowerLimits(num_rows=512, merge=2, sizes=(256, 1024), pieces=pieces, seconds=seconds, step_seconds=0.35)
     for limits, picture, parts in (
         (measured, small, [(0, 3), (3, 4)]),
         (measured, large, [(0, 1), (1, 2), (2, 3), (3, 4)]),
         (dataclasses.replace(measured, step_seconds=9.0), large, [(0, 4)]),
-        (dataclasses.replace(measured, block_seconds={}), small, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (dataclasses.replace(measured, seconds=seconds | {("mlp", 256): 0.3}), small, [(0, 1), (1, 2), (2, 4)]),
+        (dataclasses.replace(measured, seconds={}), small, [(0, 1), (1, 2), (2, 3), (3, 4)]),
     ):
         pictures, request = PicturePool(limits), Request("a", [0] * 300, SamplingParams(), 0.0, 0, 4)
         request.pictures = (picture,)

@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxserve.types.picture import PictureInfo
 
+PieceKind = Literal["attend", "mlp", "deep", "end"]
+
 
 @dataclass(frozen=True)
 class VisionConfig:
@@ -63,6 +65,19 @@ class VisionConfig:
     def row_parts(self) -> int:
         """Parts of a row, each of out_size numbers: of the last block, and of each deepstack block."""
         return 1 + len(self.deepstack)
+
+    @property
+    def pieces(self) -> tuple[tuple[PieceKind, int], ...]:
+        """The programs of a picture in their order, each with the number of its weights.
+
+        attend, mlp: halves of a block. deep: the merger of a deepstack block. end: the merger of the last one
+        """
+        found: list[tuple[PieceKind, int]] = []
+        for block in range(self.depth):
+            found += [("attend", block), ("mlp", block)]
+            if block in self.deepstack:
+                found.append(("deep", self.deepstack.index(block)))
+        return (*found, ("end", 0))
 
     def info(self, max_tokens: int) -> PictureInfo:
         """Describe the tower to the API process. max_tokens: of a picture"""

@@ -4,7 +4,7 @@ All project patches, run pre-norm blocks with rotation by row and column, and me
 differ in the kind of norm and of MLP. Qwen3-VL adds learned positions and merges the states of some earlier blocks too
 (deepstack); Qwen3.5 does without deepstack. Qwen2.5-VL attends in windows in most blocks.
 
-A tower runs in pieces, one for each block, so that a step of the language model never waits for a whole picture. Axes:
+A tower runs in pieces, two for each block, so that a step of the language model never waits for a whole picture. Axes:
 P patches, D hidden size, N heads, H head_dim, M tokens (P / merge^2). Parameters are replicated over a mesh.
 """
 
@@ -160,7 +160,14 @@ class TowerBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
         """Run the block: x [P, D] -> [P, D]. places: int32 [P, 2] and more, row and column. segments: int32 [P]"""
-        x = x + self.attn(self.norm1(x), rotation(self.config, places), segments)
+        return self.feed_forward(self.attend(x, places, segments))
+
+    def attend(self, x: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
+        """Run the first half, see `__call__`."""
+        return x + self.attn(self.norm1(x), rotation(self.config, places), segments)
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        """Run the second half: x [P, D] -> [P, D]."""
         return x + self.mlp(self.norm2(x))
 
 
