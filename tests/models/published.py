@@ -217,6 +217,29 @@ _LAGUNA = _hf(
     num_attention_heads_per_layer=[48, 64, 64, 64] * 10,
 )
 
+
+def _pictures(text: dict[str, Any], hidden: int, ffn: int, depth: int, **tower: Any) -> dict[str, Any]:
+    """Add a tower of 16 heads to a language model. tower: further keys of `vision_config`"""
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "depth": depth, "num_heads": 16}
+    return text | {"vision_config": sizes | {"out_hidden_size": text["hidden_size"]} | tower}
+
+
+_QWEN3_VL_TEXT = {"head_dim": 128, "rope_theta": 5e6}
+_QWEN3_VL_2B = _pictures(
+    _tied("Qwen3VLForConditionalGeneration", 2048, 6144, 28, 16, 8, 151936, **_QWEN3_VL_TEXT),
+    *(1024, 4096, 24),
+    deepstack_visual_indexes=[5, 11, 17],
+)
+_QWEN3_VL_8B = _pictures(
+    _hf("Qwen3VLForConditionalGeneration", 4096, 12288, 36, 32, 8, 151936, **_QWEN3_VL_TEXT),
+    *(1152, 4304, 27),
+    deepstack_visual_indexes=[8, 16, 24],
+)
+_QWEN2_5_VL_7B = _pictures(
+    _hf("Qwen2_5_VLForConditionalGeneration", 3584, 18944, 28, 28, 4, 152064, rope_theta=1e6),
+    *(1280, 3420, 32),
+)
+
 PUBLISHED = {
     "Llama-3.1-8B": Published(_llama(4096, 14336, 32, 32), 8.030, "meta-llama--Meta-Llama-3.1-8B"),
     "Llama-3.1-70B": Published(_llama(8192, 28672, 80, 64), 70.554, "meta-llama--Meta-Llama-3.1-70B"),
@@ -271,4 +294,7 @@ PUBLISHED = {
     "Hy3": Published(_HY3, 295.034),
     "MiMo-V2-Flash": Published(_MIMO_V2, 308.779, "XiaomiMiMo--MiMo-V2-Flash"),
     "Laguna-XS": Published(_LAGUNA, 33.443),
+    "Qwen3-VL-2B": Published(_QWEN3_VL_2B, 2.128, "Qwen--Qwen3-VL-2B-Instruct"),
+    "Qwen3-VL-8B": Published(_QWEN3_VL_8B, 8.767, "Qwen--Qwen3-VL-8B-Instruct"),
+    "Qwen2.5-VL-7B": Published(_QWEN2_5_VL_7B, 8.292),
 }
