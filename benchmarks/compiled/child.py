@@ -13,6 +13,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax._src.interpreters import mlir
@@ -56,10 +57,18 @@ def _without_paths(module: str) -> str:
         return str(ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False))
 
 
+def _caches(program: Program) -> tuple[Any, ...]:
+    """Return the structs of the arrays that a program must change in place: the KV caches, or the rows of pictures."""
+    held = program.args[1]
+    if program.name.startswith("encode"):
+        return (held,) if program.name.startswith(("encode_deep", "encode_end")) else ()
+    return tuple(jax.tree.leaves(held)) if isinstance(held, tuple) else ()
+
+
 def _reading(program: Program, dumps: Path, chip: str) -> Reading:
     shutil.rmtree(dumps, ignore_errors=True)
     dumps.mkdir()
-    caches = tuple(jax.tree.leaves(program.args[1])) if isinstance(program.args[1], tuple) else ()
+    caches = _caches(program)
     try:
         compiled = compile_for(program)
         return read(compiled, dumps, caches) if chip == "h200" else read_tpu(compiled, caches)

@@ -1,4 +1,4 @@
-"""The programs to compile: those of the 8B shape that serve most steps, and two of every published family.
+"""The programs to compile: those of the 8B shape that serve most steps, two of every published family, and towers.
 
 Models are cut to a few layers: a program's kernels per layer do not change with their number, and its temporary memory
 hardly.
@@ -47,6 +47,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "Mistral-Small-4": {},  # latent attention, all layers with experts
     "MiniMax-M2": {},  # 256 experts, half of each head without positions
 }
+# Models with a tower, which runs in programs of its own. Qwen3.5's blocks are those of PICTURES
+PICTURES = "Qwen3-VL-8B"
+TOWERS = ("Qwen3-VL-2B", PICTURES, "Qwen2.5-VL-7B")
+_PATCHES = (4096, 16384)  # of pictures of 1 and of 4 million pixels
+_DEEP = 3  # layers that states of the tower are added to
 # quantization_config of checkpoints that were made for activations of 8 bits
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": ["lm_head"]}
@@ -130,6 +135,17 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for name in (*FAMILIES, *KINDS):
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))
+    yield from _named(PICTURES, make_set(PICTURES, target, layers=_DEEP).extend(512))
+    yield from tower_programs(target)
+
+
+def tower_programs(target: DeviceMesh, **options: Any) -> Iterator[tuple[str, Program]]:
+    """Yield (name in the table, program) of the towers, of PICTURES all parts. options: as of `make_set`"""
+    for name in TOWERS:
+        parts = ("attend", "mlp", "start", "deep", "end") if name == PICTURES else ("attend", "mlp")
+        wanted = {f"encode_{part}[{size}]" for part in parts for size in _PATCHES}
+        encode = make_set(name, target, layers=_DEEP, **options).encode()
+        yield from _named(name, *(each for each in encode if each.name in wanted))
 
 
 def w8a8(form: str) -> dict[str, Any]:
@@ -174,6 +190,7 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for name in KINDS:
         kind = make_set(name, target, attention="tpu")
         yield from _named(name, kind.decode(64), kind.extend(512))
+    yield from tower_programs(target, attention="tpu")
 
 
 def _named(model: str, *programs: Program) -> Iterator[tuple[str, Program]]:

@@ -20,6 +20,7 @@ CHIPS = MappingProxyType({"h200": "h200", "v5e": "tpu:v5e:1x1", "v6e": "tpu:v6e:
 _SOURCES = (
     "jaxserve/models/*.py",
     "jaxserve/models/families/*.py",
+    "jaxserve/models/vision/*.py",
     "jaxserve/ops/linear/*.py",
     "jaxserve/ops/moe/*.py",
     "jaxserve/ops/paged_attention/**/*.py",
@@ -32,6 +33,7 @@ _SOURCES = (
     "jaxserve/runtime/program_set.py",
     "jaxserve/runtime/programs.py",
     "jaxserve/runtime/sampling/*.py",
+    "jaxserve/runtime/towers.py",
     "benchmarks/compiled/*.py",
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
