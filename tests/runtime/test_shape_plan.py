@@ -31,6 +31,7 @@ SPLIT = {
     "Granite-4.0-micro": 8,
     "StarCoder2-3B": 2,
     "Helium-1-2B": 4,
+    "Qwen2.5-VL-7B": 4,
 }
 
 
