@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.checkpoint.quantization import encode
-from jaxserve.models.layers import GatedActivation
+from jaxserve.models.layers import GatedActivation, PlainActivation
 from jaxserve.ops.linear import ExpertKernels, TpuExperts, TritonExperts
 from jaxserve.ops.moe import Chosen, ExpertWeights, kernels_of, moe
 from jaxserve.ops.quantized import Quantized
@@ -27,7 +27,7 @@ from tests.ops import test_quantized as forms
 from tests.quick import QUICK, QUICK_FLAGS
 
 KERNELS = TritonExperts(interpret=True)
-SWIGLU = GatedActivation("silu", 0.0)
+SWIGLU, RELU2 = GatedActivation("silu", 0.0), PlainActivation("relu2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,12 @@ class Case:
     model: int = 64
     bias: bool = False
     dtype: str = "float32"
-    activation: GatedActivation = SWIGLU
+    activation: GatedActivation | PlainActivation = SWIGLU
+
+    @property
+    def parts(self) -> int:
+        """Gate and up, or up alone."""
+        return 2 if isinstance(self.activation, GatedActivation) else 1
 
 
 CASES = [
@@ -53,6 +58,7 @@ CASES = [
     Case("bfloat16", tuple((i % 3, 3) for i in range(20)), dtype="bfloat16", bias=True, ffn=200, model=160),
     Case("gpt-oss", ((0, 2), (1, 3)), bias=True, activation=GatedActivation("clamped_swiglu", 0.4)),
     Case("gelu", ((0, 2), (1, 3)), activation=GatedActivation("gelu_tanh", 0.0)),
+    Case("without-a-gate", tuple((i % 3, 3) for i in range(20)), ffn=80, bias=True, activation=RELU2),
 ]
 FORMS = {
     "int8-32": ("int8", 32, False),
@@ -74,9 +80,9 @@ def draw(case: Case) -> tuple[jax.Array, jax.Array, jax.Array, ExpertWeights]:
         return jnp.asarray(rng.normal(0, 0.3, shape), dtype)
 
     experts = ExpertWeights(
-        normal(case.experts, case.ffn, 2, case.model),
+        normal(case.experts, case.ffn, case.parts, case.model),
         normal(case.experts, case.model, case.ffn),
-        normal(case.experts, case.ffn, 2) if case.bias else None,
+        normal(case.experts, case.ffn, case.parts) if case.bias else None,
         normal(case.experts, case.model) if case.bias else None,
     )
     ids = jnp.asarray(case.choices, jnp.int32)
@@ -96,13 +102,17 @@ def oracle(case: Case, x: jax.Array, ids: jax.Array, weights: jax.Array, experts
             y = gate_up[expert] @ rows[token]
             if experts.gate_up_bias is not None:
                 y = y + wide(experts.gate_up_bias)[expert]
-            hidden = activation(case.activation, y[:, 0], y[:, 1])
+            hidden = activation(case.activation, y)
             result = down[expert] @ hidden
             out[token] += weight * (result if experts.down_bias is None else result + wide(experts.down_bias)[expert])
     return out
 
 
-def activation(kind: GatedActivation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+def activation(kind: GatedActivation | PlainActivation, y: np.ndarray) -> np.ndarray:
+    if isinstance(kind, PlainActivation):
+        assert kind.kind == "relu2"
+        return np.square(np.maximum(y[:, 0], 0))
+    gate, up = y[:, 0], y[:, 1]
     match kind.kind:
         case "silu":
             return gate / (1 + np.exp(-gate)) * up
@@ -135,10 +145,10 @@ def test_equals_numpy(case: Case) -> None:
     np.testing.assert_allclose(run(case, *args), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_of_few_bits(form: str) -> None:
+@pytest.mark.parametrize(("form", "function"), [*((form, SWIGLU) for form in FORMS), ("fp8", RELU2), ("nvfp4", RELU2)])
+def test_weights_of_few_bits(form: str, function: GatedActivation | PlainActivation) -> None:
     kind, group, zeros = FORMS[form]
-    case = Case(form, ((0, 2), (2, 1), (3, 2)), ffn=64, model=128)
+    case = Case(form, ((0, 2), (2, 1), (3, 2)), ffn=64, model=128, activation=function)
     x, ids, weights, experts = draw(case)
     few = dataclasses.replace(
         experts,

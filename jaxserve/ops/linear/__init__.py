@@ -180,9 +180,9 @@ class Products:
         """Return the kernel that multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
 
         The C kernel does not accept all weights; Triton's kernels do. gated: whether the experts have a gate, as
-        the kernels for a GPU and a TPU need
+        the kernel for a TPU needs
         """
-        if self.experts == "triton" and gated:
+        if self.experts == "triton":
             return TritonExperts(one_size=self.deterministic)
         if self.experts == "tpu" and gated and dtype == jnp.bfloat16 and all(map(_for_tpu, weights)):
             return TpuExperts(one_size=self.deterministic)

@@ -17,7 +17,7 @@ Activation = Callable[..., jax.Array]  # (gate, up) -> ffn input; (up) for exper
 class ExpertWeights:
     """Weights of E experts, which are converted to the rows' dtype. A bias is None if the model family has none."""
 
-    gate_up: jax.Array | Quantized  # [E, F, 2, D]; [E, F, 1, D]: up alone, which no kernel for a GPU or TPU takes
+    gate_up: jax.Array | Quantized  # [E, F, 2, D]; [E, F, 1, D]: up alone, which no kernel for a TPU takes
     down: jax.Array | Quantized  # [E, D, F]
     gate_up_bias: jax.Array | None = None  # [E, F, 2]
     down_bias: jax.Array | None = None  # [E, D]

@@ -1,7 +1,7 @@
 """Experts on NVIDIA GPUs in Pallas, lowered through Triton: rows sorted by expert, weights read in place.
 
 There are two kernels. A program of either takes a tile of one expert's rows and a block of its weight's rows:
-    moe_gate_up   gate and up, biases and activation: x [T, D] -> [M, F], in the order of the experts
+    moe_gate_up   gate and up, biases and activation: x [T, D] -> [M, F], in the order of the experts. Or up alone
     moe_down      down, bias and the routing weight: [M, F] -> [M, D], in the order of the choices
 
 An expert without rows is not read. Quantized weights are dequantized in registers.
@@ -237,9 +237,9 @@ def run_choices(
     weight, scale = unscaled(experts.gate_up)
     gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, -1, leaf.shape[-1]), weight)
     call = functools.partial(_call, tiles=tiles, blocks=blocks, interpret=kernels.interpret)
-    ffn = gate_up.shape[1] // 2
+    ffn, parts = experts.gate_up.shape[1:3]
     bias = None if experts.gate_up_bias is None else experts.gate_up_bias.reshape(count, -1)
-    beside = _Beside(bias, None if scale is None else scale.reshape(count, 2))
+    beside = _Beside(bias, None if scale is None else scale.reshape(count, parts))
     first = functools.partial(_gate_up_kernel, activation=activation, per_token=choices.per_token)
     hidden = call(first, [x, choices.order], gate_up, beside, out=(rows, ffn), name="moe_gate_up")
     weight, scale = unscaled(experts.down)
@@ -265,7 +265,7 @@ def _call(
 ) -> jax.Array:
     """Run a kernel over all tiles and all blocks of `out`'s columns. keys: name, interpret"""
     form = Form.of(weight, blocks.step)
-    # Gate and up are two weights' rows for a column of the result.
+    # Gate and up, if there is a gate, are two weights' rows for a column of the result.
     block = blocks.columns * out[1] // weight.shape[1]
     arrays = [*tiles, *inputs, *jax.tree.leaves(beside), *jax.tree.leaves(weight)]
     specs = [pl.BlockSpec(array.shape, lambda *_, ndim=array.ndim: (0,) * ndim) for array in arrays]
@@ -313,7 +313,7 @@ def _gate_up_kernel(
     expert_ref, first_ref, size_ref,  # `Tiles`
     x_ref,  # [T, D]
     order_ref,  # int32 [M]
-    # those of `_Beside` that are given, leaves of the weight [E, 2F, D], result [M, F]
+    # those of `_Beside` that are given, leaves of the weight [E, 2F, D] or without a gate [E, F, D], result [M, F]
     *refs,
     activation, per_token: int, form: Form, tile_rows: int, block: int, given: tuple[bool, bool], count: int,
 ) -> None:  # fmt: skip
@@ -329,12 +329,13 @@ def _gate_up_kernel(
         token = lax.div(plt.load(order_ref.at[rows.place]), per_token)
         columns = column_block * block + jnp.arange(block, dtype=jnp.int32)
         inside = jnp.minimum(columns, ffn - 1)  # a column that does not exist is computed and not stored
-        halves = 2 * inside, 2 * inside + 1
-        sums = add_products(SomeRows(x_ref, token), weight, expert, halves, form)
+        is_gated = weight[0].shape[1] > ffn
+        parts = (2 * inside, 2 * inside + 1) if is_gated else (inside,)
+        sums = add_products(SomeRows(x_ref, token), weight, expert, parts, form)
         if scale_ref is not None:
-            sums = [y * scale_ref[expert, half] for half, y in enumerate(sums)]
+            sums = [y * scale_ref[expert, part] for part, y in enumerate(sums)]
         if bias_ref is not None:
-            bias = (plt.load(bias_ref.at[expert, rows]).astype(jnp.float32) for rows in halves)
+            bias = (plt.load(bias_ref.at[expert, rows]).astype(jnp.float32) for rows in parts)
             sums = [y + own[None] for y, own in zip(sums, bias, strict=True)]
         _store(out_ref, rows, rows.place, columns, activation(*sums))
 
