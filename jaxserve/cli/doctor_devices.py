@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.cli.doctor import Finding, examined
 from jaxserve.config import Config
@@ -19,13 +20,15 @@ from jaxserve.models.checkpoint.checkpoint import open_checkpoint
 from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.loader import inspect
 from jaxserve.models.checkpoint.structure import ModelStructure
+from jaxserve.models.config import ModelConfig
 from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import compiler_options
-from jaxserve.runtime.memory import device_memory
+from jaxserve.runtime.memory import CPU_POOL_FLOOR, device_memory
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.numeric_check import NumericCase, attention_case, serving_cases, wrong_numbers
-from jaxserve.runtime.runner_config import context_length, resolve_dtypes, room_for_adapters
+from jaxserve.runtime.runner_config import RunnerConfig, context_length, resolve_dtypes, room_for_adapters
+from jaxserve.runtime.shape_plan import ShapePlanner
 from jaxserve.system import NVIDIA_DRIVER
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -114,12 +117,37 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
         yield Finding("model", "bad", f"{text}, more than the devices hold", fix)
     else:
         yield Finding("model", "ok", text)
+        yield from _states(config, model, dtype, mesh, size)
     if files.format != "orbax":
         for text in open_checkpoint(directory).aside:
             yield Finding("model", "warn", f"{directory}: {text}", "remove it if it is not meant")
     if (tokens / "tokenizer.json").is_file():
         yield from beside_transformers(tokens, tokenizer)
     yield from examined("adapters", lambda: _adapters(config, structure))
+
+
+def _states(
+    config: Config, model: ModelConfig, dtype: jnp.dtype, mesh: DeviceMesh | None, weights: int
+) -> Iterator[Finding]:
+    """Compare the recurrent states of all requests with the cache's memory, of which they may take half.
+
+    weights: their bytes on all devices
+    """
+    if mesh is None or not any(model.layer_states):
+        return
+    resolved = RunnerConfig.resolve(config, model, mesh.platform, dtype)
+    state = ShapePlanner(model, dtype).plan(mesh.tensor, mesh.mesh.shape["expert"]).state_bytes * len(mesh.devices)
+    room = int(config.cache.memory_fraction * device_memory(mesh.devices)) - weights
+    if mesh.platform == "cpu":
+        room = min(room, max(CPU_POOL_FLOOR, weights))
+    wanted = resolved.num_state_pages or 2 * resolved.max_num_seqs
+    fit = max(2, room // 2 // state)
+    text = f"a recurrent state takes {state / 2**20:.2f} MiB; {fit} take half of the cache's memory, and {wanted} are"
+    if wanted > fit:
+        fix = "lower scheduler.max_num_seqs, or set cache.num_state_pages"
+        yield Finding("states", "warn", f"{text} wanted: few prefixes stay cached", fix)
+    else:
+        yield Finding("states", "ok", f"{text} made")
 
 
 def _adapters(config: Config, structure: ModelStructure) -> Iterator[Finding]:

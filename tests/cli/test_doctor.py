@@ -18,9 +18,11 @@ from jaxserve.cli import doctor as host_checks
 from jaxserve.cli import doctor_devices
 from jaxserve.cli.doctor import Finding, host_findings
 from jaxserve.config import Config
+from jaxserve.runtime.mesh import make_mesh
 from jaxserve.store.database import DirectoryLock
 from jaxserve.text.tokenizer import Tokenizer
-from tests.models.checkpoints import train_tokenizer
+from tests.models.checkpoints import random_tensors, train_tokenizer, write_checkpoint, write_words
+from tests.models.families import STATE_CASES
 from tests.models.hostile_directories import copy_demo
 from tests.waiting import LAST_RESORT
 
@@ -146,6 +148,18 @@ def test_the_weights_are_counted_as_they_are_served(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor_devices, "device_memory", lambda devices: int(1.5 * size))
     assert of_model(monkeypatch, Config())[0] == "ok"
     assert of_model(monkeypatch, Config.of(dtype="float32"))[0] == "bad"
+
+
+@pytest.mark.parametrize(("memory", "state"), [(2**20, "warn"), (2**30, "ok")])
+def test_states_that_eat_the_cache_are_named(
+    memory: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = STATE_CASES["lfm2"]
+    directory = write_words(write_checkpoint(tmp_path, hf, random_tensors(hf)), hf["vocab_size"])
+    monkeypatch.setattr(doctor_devices, "device_memory", lambda devices: memory)
+    config = Config.of(str(directory), max_num_seqs=1000)
+    (found,) = (each for each in doctor_devices._model(config, make_mesh("cpu")) if each.check == "states")
+    assert found.state == state and "and 2000 are" in found.text
 
 
 def test_what_launch_refuses_of_a_model_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
