@@ -198,8 +198,9 @@ def outcome(code: int, stderr: str, name: str) -> Outcome:
         return Outcome("yes")
     frames = re.findall(rf'^  File "[^"]*{re.escape(name)}", line (\d+)', stderr, re.MULTILINE)
     _, has_trace, trace = stderr.rpartition("Traceback")
-    errors = re.findall(r"^([A-Za-z_][\w.]*)(?:: (.*))?$", trace, re.MULTILINE) if has_trace else []
-    kind, message = errors[-1] if errors else ("", stderr.strip().rpartition("\n")[2])
+    errors = re.findall(r"^([A-Za-z_][\w.]*)(?:: (.*))?$(\n-> .*)?", trace, re.MULTILINE) if has_trace else []
+    kind, message, fix = errors[-1] if errors else ("", stderr.strip().rpartition("\n")[2], "")
+    message += fix.replace("\n", " ")
     missing = re.fullmatch(r"No module named '([^']+)'", message)
     if missing:
         return Outcome("not tried", why=f"it needs {missing[1]}")

@@ -47,11 +47,13 @@ class JaxserveError(Exception):
 
 
 class ConfigError(JaxserveError):
-    """An invalid configuration. `str()` is one line with the cause; `fix` says what to do."""
+    """An invalid configuration. `str()` is one line with the cause; `fix` says what to do, also below a traceback."""
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
         super().__init__(message)
         self.fix = fix
+        if fix:
+            self.add_note(f"-> {fix}")
 
 
 class ModelLoadError(ConfigError):

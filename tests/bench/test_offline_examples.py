@@ -47,6 +47,8 @@ def test_an_end_is_read() -> None:
     ours = "jaxserve.errors.InvalidValueError: use chat_all"
     assert outcome(0, "", "example.py") == Outcome("yes")
     assert outcome(1, f"{STDERR}{ours}\n", "example.py") == Outcome("no", 7, "use chat_all")
+    with_fix = f"{STDERR}jaxserve.errors.ConfigError: no x\n-> set y\n"
+    assert outcome(1, with_fix, "example.py") == Outcome("no", 7, "no x -> set y")
     other = f"{STDERR}TypeError: 'a|b' is not\n"
     assert outcome(1, other, "example.py").row("e") == "| `e` | no | line 7: TypeError: 'a\\|b' is not |"
     assert outcome(1, f"{STDERR}ModuleNotFoundError: No module named 'torch'\n", "example.py").why == "it needs torch"
