@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from jaxserve.scheduler.adapter_slots import AdapterSlots
 from jaxserve.types.messages import AdapterStatus
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
-OFF = "adapters are not served; set lora.slots"
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,22 @@ class _Named:
 
 
 class Adapters:
-    """The adapters of one engine. served: names of the model itself, which no adapter may have"""
+    """The adapters of one engine.
 
-    def __init__(self, device: DeviceAdapters, slots: AdapterSlots, served: tuple[str, ...] = ()) -> None:
+    served: names of the model itself, which no adapter may have
+    share: lets the other hosts of the engine hold an adapter, by its directory, its digest and the digests of those
+    that stay. Raises ServerError if one of them cannot
+    """
+
+    def __init__(
+        self,
+        device: DeviceAdapters,
+        slots: AdapterSlots,
+        served: tuple[str, ...] = (),
+        share: Callable[[str, str, Sequence[str]], None] = lambda path, digest, held: None,
+    ) -> None:
         self._device = device
+        self._share = share
         self._slots = slots
         self._served = served
         self._named: dict[str, _Named] = {}
@@ -87,6 +98,7 @@ class Adapters:
             raise InvalidValueError(f"the adapter {name!r} is not loaded: {error}", param="lora_path") from error
         except (OSError, MemoryError) as error:  # a file of another user, one that vanishes; nothing has changed yet
             raise ServerError(f"the adapter {name!r} is not loaded: {type(error).__name__}: {error}") from error
+        self._share(path, adapter.digest, [*self._device.held])
         self._device.held.setdefault(adapter.digest, adapter)
         version = self._versions[name] = self._versions.get(name, 0) + 1
         before = "" if old is None else old.digest

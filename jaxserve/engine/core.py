@@ -57,6 +57,8 @@ if TYPE_CHECKING:  # it imports JAX, which a core with a runner of its own does 
 
 logger = logging.getLogger(__name__)
 
+ADAPTERS_OFF = "adapters are not served; set lora.slots"
+
 Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future's result is a Matcher
 
 
@@ -184,7 +186,7 @@ class RequestFactory:
         check_allowed(params, self._vocab_size)
         if request.adapter:
             if (adapters := self._adapters()) is None:
-                raise InvalidValueError("adapters are not served; set lora.slots", param="model")
+                raise InvalidValueError(ADAPTERS_OFF, param="model")
             adapters.check(request.adapter)
 
     def _check_logit_bias(self, bias: dict[int, float]) -> None:

@@ -345,7 +345,7 @@ def build_engine(
         pictures=_pictures(runner),
     )
     core = EngineCore(calls, _scheduler_config(config, runner, times), options)
-    _load_adapters(core, config, runner)
+    _load_adapters(core, config, runner, group)
     _restore_pages(core, runner)
     discard = list if runner.store is None else runner.store.discard
     info = engine_info(config, model, runner, times, phases.seconds, compiles.count)
@@ -362,11 +362,13 @@ def build_engine(
     return BuiltEngine(core, info, matchers.submit, control, handover, late=late, discard=discard)
 
 
-def _load_adapters(core: EngineCore, config: Config, runner: ModelRunner | EncoderRunner) -> None:
+def _load_adapters(core: EngineCore, config: Config, runner: ModelRunner | EncoderRunner, group: Leader | None) -> None:
     """Make room for adapters and load those of the configuration. Raises ConfigError."""
     if not isinstance(runner, ModelRunner) or runner.adapters is None:
         return
-    adapters = core.adapters = Adapters(runner.adapters, core.scheduler.adapters, tuple(served_names(config)))
+    share = {} if group is None else {"share": group.hold_adapter}
+    adapters = Adapters(runner.adapters, core.scheduler.adapters, tuple(served_names(config)), **share)
+    core.adapters = adapters
     for entry in config.lora.adapters:
         try:
             adapters.load_directory(entry.name, str(entry.path), pinned=entry.pinned)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
 from jaxserve.errors import ServerError
 from jaxserve.models.adapters import AdaptedStructure, column_axis, update_shape
@@ -124,10 +124,11 @@ class DeviceAdapters:
 
     def _place(self, slots: np.ndarray) -> None:
         self._slots = slots
-        self._table = jax.device_put(slots.copy(), self._arrays.table.sharding)  # the device may read it in place
+        placed, table = slots.copy(), self._arrays.table  # the device may read it in place
+        assert table.sharding is not None
+        # Over several hosts device_put would compare the array between them, which costs a collective.
+        self._table = jax.make_array_from_callback(placed.shape, table.sharding, lambda index: placed[index])
 
 
 def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    sharding = struct.sharding
-    assert isinstance(sharding, Sharding)
-    return jax.device_put(np.zeros(struct.shape, struct.dtype), sharding, may_alias=False)
+    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

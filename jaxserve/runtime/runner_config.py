@@ -152,13 +152,8 @@ def _room_for_adapters(config: Config, model: ModelConfig) -> AdapterShape | Non
     lora = config.lora
     if not lora.slots:
         return None
-    refused = {
-        "an encoder": model.bidirectional,
-        "mesh.hosts": config.mesh.hosts > 1,
-    }
-    for name, is_asked in refused.items():
-        if is_asked:
-            raise ConfigError(f"adapters are not served with {name} yet", fix="leave lora.slots out")
+    if model.bidirectional:
+        raise ConfigError("adapters are not served with an encoder yet", fix="leave lora.slots out")
     return room_for_adapters(lora.slots, lora.max_rank)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -15,7 +16,11 @@ from jaxserve.engine.hosts.agreement import check_hosts, followed, for_followers
 from jaxserve.engine.hosts.follower import Operations
 from jaxserve.engine.hosts.leader import Leader, LeaderRunner, LeaderWeights
 from jaxserve.errors import ConfigError, ConflictError, ServerError
+from jaxserve.models.adapters import AdapterShape, adapt
+from jaxserve.models.checkpoint.adapter import read_adapter
 from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.structure import build
 from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.transport.group import FollowerEnd, LeaderEnd, connect
 from jaxserve.types.extras import ExtraParams
@@ -33,6 +38,8 @@ from jaxserve.types.group import (
 )
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit, TableUpdate
+from tests.models.checkpoints import TINY_LLAMA
+from tests.models.lora import peft_config, random_pairs, write_adapter
 from tests.waiting import LAST_RESORT
 
 HOSTS = {"hosts": 2, "tensor": 2}
@@ -61,7 +68,16 @@ def test_a_follower_takes_the_leaders_keys_and_keeps_its_own_paths() -> None:
 
 def test_no_secret_goes_to_a_follower() -> None:
     leader = config(server={"api_key": "hidden-key", "admin_api_key": "other-key"})
-    assert set(json.loads(for_followers(leader))) <= {"mesh", "model", "cache", "scheduler", "runtime", "speculation"}
+    sections = {"mesh", "model", "cache", "scheduler", "runtime", "speculation", "lora"}
+    assert set(json.loads(for_followers(leader))) <= sections
+
+
+def test_a_follower_has_the_leaders_room_for_adapters_and_none_of_its_directories() -> None:
+    leader = config(lora={"slots": 3, "adapters": [{"name": "sql", "path": "/leaders"}], "keep": True})
+    taken = followed(follower(lora={"slots": 3}), for_followers(leader)).lora
+    assert (taken.slots, taken.adapters, taken.keep) == (3, (), False)
+    assert objection(leader, hello(follower())) is None
+    assert objection(leader, hello(follower(lora={"slots": 2}))) == "lora.slots is 3 at the leader and 2 on host 1"
 
 
 @pytest.mark.parametrize(
@@ -270,6 +286,31 @@ def test_staging_that_fails_leaves_the_group_as_it_is() -> None:
     with pytest.raises(ServerError, match="host 1: no such directory"):
         leads.on_followers("stage_directory", path="/weights")
     assert events == [Operation("stage_directory", {"path": "/weights"}), "answers"]
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_follower_holds_an_adapter_of_its_own_directory(where: str, tmp_path: Path) -> None:
+    """Of the same tensors as the leader's. Those that the leader has forgotten go."""
+    if where == "here":
+        leads, events = leader(Done("ModelLoadError: /a has no adapter_config.json"))
+        with pytest.raises(ServerError, match="host 1: ModelLoadError: /a has no"):
+            leads.hold_adapter("/a", "1" * 32, ["2" * 32])
+        assert events[0] == Operation("hold_adapter", {"path": "/a", "digest": "1" * 32, "held": ["2" * 32]})
+        return
+    adapted = adapt(build(from_hf(TINY_LLAMA), jnp.dtype("float32")), AdapterShape(1, 4))
+    pairs = random_pairs({name: tensor.shape for name, tensor in adapted.tensors.items()}, 3, 1)
+    write_adapter(tmp_path, pairs, peft_config(3))
+    digest = read_adapter(tmp_path, adapted).digest
+    own = SimpleNamespace(adapted=adapted, held={"kept": None, "forgotten": None})
+    runner: Any = SimpleNamespace(adapters=own, release=None)
+    local: Any = Local([])
+    operations = Operations(runner, local, ModelFiles.open(tmp_path))
+    hold = {"path": str(tmp_path), "digest": digest, "held": ["kept", "other"]}
+    assert operations.run(Operation("hold_adapter", hold)) is None
+    assert set(own.held) == {"kept", digest}
+    assert "other tensors on this host" in str(operations.run(Operation("hold_adapter", hold | {"digest": "0" * 32})))
+    assert "has no adapter" in str(operations.run(Operation("hold_adapter", hold | {"path": str(tmp_path / "no")})))
+    assert set(own.held) == {"kept", digest}
 
 
 def test_an_update_that_is_refused_leaves_the_group_as_it_is() -> None:

@@ -17,6 +17,7 @@ from tests.api.fakes import DEMO
 from tests.conftest import SMALL
 from tests.faults.group import Group
 from tests.faults.helpers import QUESTIONS, tensors
+from tests.models.lora import peft_config, random_pairs, write_adapter
 from tests.waiting import LAST_RESORT, until, wait_until
 
 SCHEMA = {
@@ -213,6 +214,51 @@ def test_new_weights_and_sleep_are_of_all_hosts(group: Group, compile_cache: str
     assert told() == wanted
     admin(group, "/update_weights_from_tensor", content=(DEMO / "model.safetensors").read_bytes())
     assert told() == before and expected[1].startswith(before)
+
+
+@pytest.mark.slow
+def test_adapters_of_all_hosts(compile_cache: str, tmp_path: Path) -> None:
+    """Loaded at the start and by a route, replaced, and there again after the death of either engine process."""
+    layers = {"model.layers.0.self_attn.q_proj": (256, 256), "model.layers.1.mlp.down_proj": (256, 640)}
+    pairs = [random_pairs(layers, 4, seed) for seed in range(3)]
+    paths = [write_adapter(tmp_path / "a" / str(i), each, peft_config(4)) for i, each in enumerate(pairs)]
+    fields: dict[str, Any] = body(1) | {"max_tokens": 24}
+    entries = [{"name": "start", "path": str(paths[0])}]
+    with Engine(compile_cache=compile_cache, slots=2, **SMALL) as engine:
+        for name, path in (("start", paths[0]), ("one", paths[1]), ("two", paths[2])):
+            engine.load_adapter(name, path)
+        own = {name: fields | {"model": name} for name in ("demo", "start", "one", "two")}
+        wanted = {
+            name: engine.chat(each.pop("messages"), **each).choices[0].message.content for name, each in own.items()
+        }
+    assert len(set(wanted.values())) == 4
+    keys = {"server.admin_api_key": "root", "server.weights_directories": tmp_path / "a", "lora.slots": 2}
+    with Group(compile_cache, tmp_path, 1, **keys, **{"lora.adapters": json.dumps(entries)}) as group:
+
+        async def told(*names: str) -> list[str]:
+            async with client_of(group) as client:
+                asked = (ask(client, body(1) | {"max_tokens": 24, "model": name}) for name in names)
+                return [choice["message"]["content"] for choice in await asyncio.gather(*asked)]
+
+        def check(**meaning: str) -> None:
+            found = asyncio.run(told("demo", "start", *meaning))
+            assert found == [wanted[name] for name in ("demo", "start", *meaning.values())]
+
+        check()
+        load = {"lora_name": "sql", "lora_path": "1", "load_inplace": True}
+        for index, name in ((1, "one"), (2, "two")):
+            call = {"headers": {"authorization": "Bearer root"}, "timeout": 2 * LAST_RESORT}
+            url = f"{group.leader.url}/v1/load_lora_adapter"
+            assert httpx2.post(url, json=load | {"lora_path": str(index)}, **call).status_code == 200
+            check(sql=name)
+        for host in ("follower", "leader"):
+            killed = group.follower.engine if host == "follower" else group.leader_engine
+            assert killed is not None
+            killed.kill()
+            check(sql="two")
+            wait_until(lambda: group.follower.health() == (200, {"status": "serving"}), "the follower serves again")
+        assert list(admin(group, "/unload_lora_adapter", json={"lora_name": "sql"})["loaded_adapters"]) == ["start"]
+        assert group.leader.stats()["jaxserve:xla_compilations_total"] == 0
 
 
 @pytest.mark.slow

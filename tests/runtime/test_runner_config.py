@@ -99,5 +99,3 @@ def test_adapters_are_refused_by_name_where_they_are_not_served() -> None:
     encoder = dataclasses.replace(from_hf(TINY_LLAMA), bidirectional=True)
     with pytest.raises(ConfigError, match="adapters are not served with an encoder yet"):
         RunnerConfig.resolve(Config.of(slots=1), encoder, "cpu", FLOAT32)
-    with pytest.raises(ConfigError, match=r"adapters are not served with mesh\.hosts yet"):
-        resolve(lora={"slots": 1}, mesh={"hosts": 2})

@@ -16,7 +16,7 @@ from jaxserve.version import __version__
 
 MIN_KEY = 16  # characters
 # Sections that determine the programs. All hosts take the leader's.
-AGREED_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")
+AGREED_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation", "lora")
 # Keys that each host has for itself.
 LOCAL = (
     "mesh.cluster",
@@ -28,6 +28,8 @@ LOCAL = (
     "model.path",
     "model.tokenizer",
     "runtime.compile_cache",
+    "lora.adapters",  # the leader tells the others which to read
+    "lora.keep",
 )
 
 

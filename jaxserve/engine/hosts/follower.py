@@ -20,6 +20,7 @@ from jaxserve.engine.hosts import agreement
 from jaxserve.engine.hosts.jax_group import join_devices, write_programs
 from jaxserve.engine.hosts.leader import end_process, offer_of, with_sizes
 from jaxserve.errors import ConfigError, ServerError
+from jaxserve.models.checkpoint.adapter import read_adapter
 from jaxserve.models.checkpoint.checkpoint import Checkpoint
 from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.safetensors_file import read_contents
@@ -128,6 +129,7 @@ class Operations:
             "stage_file": self.stage_file,
             "unstage": self.unstage,
             "replace": self.replace,
+            "hold_adapter": self.hold_adapter,
         }
 
     def run(self, operation: Operation) -> str | None:
@@ -183,6 +185,18 @@ class Operations:
             raise ServerError("no weights are staged")
         staged, self._staged = self._staged, None
         self._weights.replace(staged)
+
+    def hold_adapter(self, path: str, digest: str, held: list[str]) -> None:
+        """Read an adapter from a directory of this host. The others that the leader holds stay, by their digests.
+
+        Raises ModelLoadError, and ServerError if it has other tensors than the leader's.
+        """
+        own = self._runner.adapters
+        assert own is not None
+        adapter = read_adapter(Path(path), own.adapted)
+        if adapter.digest != digest:
+            raise ServerError(f"the adapter in {path} has other tensors on this host than on host 0")
+        own.held = {name: own.held[name] for name in held if name in own.held} | {digest: adapter}
 
 
 WAITING, SERVING = "waiting for the leader", "serving"  # phases

@@ -99,6 +99,13 @@ class Leader:
         if failure := self._failure(OPERATION_LIMIT):
             raise ServerError(failure)
 
+    def hold_adapter(self, path: str, digest: str, held: Sequence[str]) -> None:
+        """Let each follower read an adapter from its own directory of this name, and forget all but `held`.
+
+        Raises ServerError if one of them cannot, or has other tensors there.
+        """
+        self.on_followers("hold_adapter", path=path, digest=digest, held=list(held))
+
     def _failure(self, limit: float) -> str | None:
         for rank, answer in self.end.answers(limit, self.tick).items():
             if not isinstance(answer, Done) or answer.error is not None:
