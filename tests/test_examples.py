@@ -64,6 +64,23 @@ def test_an_adapter_is_trained_and_each_answer_has_its_version(compile_cache: st
     assert "polyline" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+def test_a_draft_model_is_trained_and_guesses_stories(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "examples.draft_model", str(tmp_path / "draft"), "--steps", "100", "--per-skill", "6"],
+        env=os.environ | FEW,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    shares = dict(part.rsplit(" ", 1) for part in run.stdout.splitlines()[-1].partition(": ")[2].split(", "))
+    assert float(shares["stories"]) > 0.4 and float(shares["json"]) > 0.3, shares
+    assert (tmp_path / "draft" / "model.safetensors").stat().st_size < 2_000_000
+
+
 def test_the_notebook_runs(compile_cache: str) -> None:
     """Its cells one after the other in one process, without a notebook server."""
     book = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
