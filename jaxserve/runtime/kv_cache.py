@@ -67,13 +67,14 @@ class LayerCache:
 class StateCache:
     """The geometry of one layer's recurrent states, `ops.state.StateArrays`.
 
-    dtype: of the rings. sharding: of anything on the layer's devices.
+    dtype: of the rings. sharding: of anything on the layer's devices. max_drafts: of a row
     """
 
     spec: StateSpec
     dtype: jnp.dtype
     sharding: NamedSharding
     group: int
+    max_drafts: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -82,7 +83,7 @@ class StateCache:
 
     def struct(self, num_pages: int) -> Any:
         """Return the shapes, dtypes and shardings of `StateArrays` with `num_pages` pages."""
-        state, ring = state_shapes(self.spec, num_pages, ring_length(self.spec, max_drafts=0))
+        state, ring = state_shapes(self.spec, num_pages, ring_length(self.spec, self.max_drafts))
         mesh = self.sharding.mesh
         matrix = state and jax.ShapeDtypeStruct(state, jnp.float32, sharding=NamedSharding(mesh, STATE))
         kept: Any = jax.ShapeDtypeStruct(ring, self.dtype, sharding=NamedSharding(mesh, RING))
@@ -101,12 +102,19 @@ def _bytes(structs: Any) -> int:
 
 
 def with_states(
-    caches: Sequence[LayerCache], states: Sequence[StateSpec | None], dtype: jnp.dtype, mesh: DeviceMesh
+    caches: Sequence[LayerCache],
+    states: Sequence[StateSpec | None],
+    dtype: jnp.dtype,
+    mesh: DeviceMesh,
+    max_drafts: int = 0,
 ) -> tuple[AnyCache, ...]:
-    """Return the caches with those of layers that have a recurrent state. dtype: of the activations"""
+    """Return the caches with those of layers that have a recurrent state.
+
+    dtype: of the activations. max_drafts: of a row
+    """
     group = 1 + max((cache.group for cache in caches), default=0)
     return tuple(
-        cache if state is None else StateCache(state, dtype, mesh.replicated, group)
+        cache if state is None else StateCache(state, dtype, mesh.replicated, group, max_drafts)
         for cache, state in zip(caches, states or (None,) * len(caches), strict=True)
     )
 

@@ -91,6 +91,7 @@ class StepPrograms:
     normalize_embeddings: bool = True
     per_token: bool = False
     guesses: DraftModel | DraftHeadModel | None = None
+    max_drafts: int = 0  # of a row of decode_hidden
     states: StateBackend | None = None  # of layers with a recurrent state
     lora: AdapterShape | None = None
 
@@ -131,8 +132,9 @@ class StepPrograms:
         """
         state, tokens = unpack_hidden(packed, state, self.num_groups)
         model = self.bind(leaves)
-        new, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=True)
-        state = self._advance_states(state, tokens)
+        drafts = self.states is not None and self.max_drafts > 0
+        new, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=True, drafts=drafts)
+        state = self._advance_states(state, runs(tokens) if drafts else tokens, drafts=drafts)
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
 
     def decode_slots(
@@ -305,8 +307,9 @@ class StepPrograms:
         *,
         decode_only: bool,
         pictures: PictureInput | None = None,
+        drafts: bool = False,
     ) -> tuple[jax.Array, Caches, SlotState]:
-        attend = self._attention(caches, state, tokens, decode_only=decode_only)
+        attend = self._attention(caches, state, tokens, decode_only=decode_only, drafts=drafts)
         positions = self._rotary(state, tokens, pictures)
         rows: dict[str, Any] = {} if pictures is None else {"pictures": PictureRows(pictures.packed[0], pictures.pool)}
         linear = self._products(leaves, tokens)
@@ -330,8 +333,13 @@ class StepPrograms:
         assert self.guesses is not None
         return caches[: self.guesses.first_layer], caches[self.guesses.first_layer :]
 
-    def _attention(self, caches: Caches, state: SlotState, tokens: TokenInput, *, decode_only: bool) -> AttendLayer:
-        """Return the attention of T tokens in all layers."""
+    def _attention(
+        self, caches: Caches, state: SlotState, tokens: TokenInput, *, decode_only: bool, drafts: bool = False
+    ) -> AttendLayer:
+        """Return the attention of T tokens in all layers.
+
+        drafts: each token is a row of its own, those of a slot follow each other, and a state takes them as one row
+        """
         rows = each_token(tokens) if self.per_token else tokens
         decode_only = decode_only or self.per_token
         pools = {
@@ -351,7 +359,8 @@ class StepPrograms:
         recur, of_states = None, None
         if self.states is not None:
             recur = MeshStates(self.states, self.mesh)
-            of_states = self._state_rows(state, tokens, decode_only=decode_only and not self.per_token)
+            one_each = decode_only and not self.per_token and not drafts
+            of_states = self._state_rows(state, runs(tokens) if drafts else tokens, decode_only=one_each, drafts=drafts)
 
         def attend(
             layer_index: int, heads: Heads | StateInputs, cache: Cache, sinks: jax.Array | None = None
@@ -377,8 +386,8 @@ class StepPrograms:
             positions = positions + of_row.at[tokens.row_of_token].get(mode="clip")
         return positions if pictures is None else positions[None, :] + pictures.packed[1:]
 
-    def _state_rows(self, state: SlotState, tokens: TokenInput, *, decode_only: bool) -> StateRows:
-        """Return the rows of the layers with a recurrent state. Their last tokens are not sure."""
+    def _state_rows(self, state: SlotState, tokens: TokenInput, *, decode_only: bool, drafts: bool) -> StateRows:
+        """Return the rows of the layers with a recurrent state. Their last tokens are not sure, nor are drafts."""
         table = state.page_table.at[tokens.slots].get(mode="clip")[:, -self.state_columns :]
         starts, ends = tokens.starts, tokens.starts + tokens.num_tokens
         emits = table[:, 3:].reshape(table.shape[0], -1, 2)
@@ -387,21 +396,22 @@ class StepPrograms:
             starts=starts,
             read=table[:, 0],
             write=table[:, 1],
-            folded=jnp.clip(table[:, 2], starts - 1, starts),  # outside of it only in a first run on zeros
-            sure=ends - 1,
+            # outside of it only in a first run on zeros
+            folded=jnp.clip(table[:, 2], starts - (1 + self.max_drafts), starts),
+            sure=starts if drafts else ends - 1,
             emits=emits[:, :1] if decode_only else emits,  # the host lists at most one for a decode row
             decode_only=decode_only,
             per_token=self.per_token,
         )
 
-    def _advance_states(self, state: SlotState, tokens: TokenInput) -> SlotState:
-        """Let the next step read the states that this one wrote."""
+    def _advance_states(self, state: SlotState, tokens: TokenInput, *, drafts: bool = False) -> SlotState:
+        """Let the next step read the states that this one wrote. drafts: only a row's first token is not a draft"""
         if self.states is None:
             return state
         table, first = state.page_table, state.page_table.shape[1] - self.state_columns
         slots = jnp.where(tokens.num_tokens > 0, tokens.slots, state.num_slots)
         table = table.at[slots, first].set(table.at[slots, first + 1].get(mode="clip"), mode="drop")
-        sure = tokens.starts + tokens.num_tokens - 1
+        sure = tokens.starts if drafts else tokens.starts + tokens.num_tokens - 1
         return state.replace(page_table=table.at[slots, first + 2].set(sure, mode="drop"))
 
     def _sample(
@@ -459,6 +469,23 @@ def each_token(tokens: TokenInput) -> TokenInput:
         slots=tokens.slots.at[tokens.row_of_token].get(mode="clip"),
         starts=tokens.positions,
         num_tokens=live.astype(jnp.int32),
+    )
+
+
+def runs(tokens: TokenInput) -> TokenInput:
+    """Return T rows of one token each as rows of all tokens of a slot, which follow each other."""
+    count, live = tokens.slots.shape[0], tokens.num_tokens > 0
+    index = jnp.arange(count, dtype=jnp.int32)
+    first = live & ((tokens.slots != jnp.roll(tokens.slots, 1)) | (index == 0))
+    run = jnp.cumsum(first, dtype=jnp.int32) - 1
+    begins = jnp.where(first, run, count)
+    return TokenInput(
+        token_ids=tokens.token_ids,
+        positions=tokens.positions,
+        row_of_token=jnp.where(live, run, count),
+        slots=jnp.full_like(tokens.slots, jnp.iinfo(jnp.int32).max).at[begins].set(tokens.slots, mode="drop"),
+        starts=jnp.zeros_like(tokens.starts).at[begins].set(tokens.starts, mode="drop"),
+        num_tokens=jnp.zeros_like(tokens.num_tokens).at[jnp.where(live, run, count)].add(1, mode="drop"),
     )
 
 

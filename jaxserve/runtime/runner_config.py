@@ -130,7 +130,6 @@ def _state_borders(config: Config, model: ModelConfig, platform: str, page_size:
     if not states:
         return 0, 0
     refused = {
-        "speculation.method": config.speculation.max_drafts,
         "cache.host_memory": config.cache.host_memory is not None,
         "mesh.hosts": config.mesh.hosts > 1,
         "server.workers": config.server.workers > 1,

@@ -123,7 +123,7 @@ class RunnerSetup:
         backend = serving_backend(config.attention, mesh.devices[0], (*attention, *of_draft), dtype, mesh.tensor)
         groups = kv_cache.layer_groups(attention, config.max_model_len)
         kept = kv_cache.layer_caches(attention, backend, config.page_size, config.cache_dtype, mesh, groups=groups)
-        layers = kv_cache.with_states(kept, loaded.config.layer_states, dtype, mesh)
+        layers = kv_cache.with_states(kept, loaded.config.layer_states, dtype, mesh, config.max_drafts)
         draft_layers = kv_cache.layer_caches(of_draft, backend, config.page_size, config.cache_dtype, mesh)
         buckets = make_buckets(
             config.max_num_seqs,
@@ -166,6 +166,7 @@ class RunnerSetup:
             normalize_embeddings=config.normalize_embeddings,
             per_token=config.deterministic,
             guesses=guesses,
+            max_drafts=config.max_drafts,
             states=get_state_backend(mesh.platform) if loaded.config.layer_states else None,
             lora=config.lora,
         )

@@ -297,8 +297,8 @@ class SchedulerConfig:
             raise ConfigError(f"cache.num_state_pages is {states.num_pages}, and 2 are needed: one cached, one in use")
         if states.border % self.page_size or states.interval % states.border:
             raise ConfigError(f"states are kept every {states.interval} tokens, which is no multiple of a border's")
-        if self.num_host_pages or self.max_drafts:
-            raise ConfigError("recurrent states work with neither copies in the memory of the host nor drafts")
+        if self.num_host_pages:
+            raise ConfigError("recurrent states do not work with copies in the memory of the host")
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -85,7 +85,6 @@ def test_where_states_are_kept(case: str, platform: str, cache: dict[str, Any], 
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
-        ("speculation.method", {"speculation": {"method": "ngram"}}),
         ("cache.host_memory", {"cache": {"host_memory": 2**20}}),
         ("mesh.hosts", {"mesh": {"hosts": 2}}),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import msgspec
@@ -17,12 +18,12 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.speculation.ngram import Drafter, NGramDrafter
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.sampling import EngineRequest, GrammarSpec
-from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig, StateSizes
 from jaxserve.types.step import TokenLogprobs
 from tests.fake_grammar import CountingMatcher
 from tests.fakes import OracleDrafter, Transcripts, make_request, run_all
 from tests.models.checkpoints import random_tensors, write_checkpoint
-from tests.models.families import CASES
+from tests.models.families import CASES, STATE_CASES
 
 V, DRAFTS, TOKENS = 96, 5, 24
 RNG = random.Random(7)
@@ -203,11 +204,16 @@ def test_an_end_among_drafts(speculating: ModelRunner, plain: dict[str, Seen], e
     assert all(accepted <= count for accepted, count in counts)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "deepseek_v3"])
-@pytest.mark.slow  # 25 s a case, for compiling; windows and latent pages without drafts have tests of their own
-def test_windows_experts_and_latent_attention(case: str, case_model: LoadedModel, make_runner: MakeRunner) -> None:
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
-    runner = make_runner(case_model, max_drafts=DRAFTS, **sizes)
+@pytest.mark.parametrize("case", ["gemma3", "deepseek_v3", "qwen3_5", "lfm2"])
+@pytest.mark.slow  # 25 s a case, for compiling; all of these without drafts have tests of their own
+def test_windows_experts_latent_attention_and_states(
+    case: str, case_model: LoadedModel, make_runner: MakeRunner
+) -> None:
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
+    states = {"num_state_pages": 4, "state_interval": 64, "state_border": 64} if case_model.config.layer_states else {}
+    runner = make_runner(case_model, max_drafts=DRAFTS, **sizes, **states)
+    if states:
+        sizes["states"] = StateSizes(4, 64, 64)
     requests = [make_request(f"{i}", prompt, max_tokens=40) for i, prompt in enumerate(PROMPTS)]
     plain = seen(run_all(make_core(runner, None, **sizes), requests))
     core = make_core(runner, oracle(plain, 0.8), **sizes)
@@ -217,5 +223,6 @@ def test_windows_experts_and_latent_attention(case: str, case_model: LoadedModel
 
 @pytest.fixture
 def case_model(case: str, tmp_path: Path, mesh: DeviceMesh) -> LoadedModel:
-    directory = write_checkpoint(tmp_path, CASES[case], random_tensors(CASES[case], seed=3))
+    hf = (CASES | STATE_CASES)[case]
+    directory = write_checkpoint(tmp_path, hf, random_tensors(hf, seed=3))
     return load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
