@@ -123,7 +123,7 @@ def test_tokens_are_those_without_drafts(pair: Pair, plain: dict[str, Seen], spr
         pair.runner.draft_leaves = tuple(
             leaf if leaf.dtype == jnp.int32 else other_weights((leaf,), spread)[0] for leaf in pair.head.leaves
         )
-    core = core_of(pair, DeviceDrafts(), num_pages=14, new_token_ratio=0.01)
+    core = core_of(pair, DeviceDrafts(V), num_pages=14, new_token_ratio=0.01)
     assert_same(pair.runner, seen(run_all(core, requests_of(FEATURES))), plain)
     drafts = core.scheduler.stats().drafts
     assert drafts is not None and drafts.num_draft_tokens > 0
@@ -209,7 +209,7 @@ def test_a_right_head_saves_steps(pair: Pair) -> None:
     runner.draft_leaves = tuple(map(jax.device_put, leaves.values(), places))
     request = make_request("0", PROMPTS[0], max_tokens=TOKENS)
     tokens = run_all(core_of(pair, None), [request])["0"].token_ids
-    core = core_of(pair, DeviceDrafts())
+    core = core_of(pair, DeviceDrafts(V))
     assert run_all(core, [request])["0"].token_ids == tokens
     assert core.scheduler.counters.steps <= 2 + TOKENS // (1 + DRAFTS)
     drafts = core.scheduler.stats().drafts
