@@ -189,7 +189,7 @@ def run(file: Path, source: str, limit: float, model: Path) -> Outcome:
             )
         except subprocess.TimeoutExpired:
             return Outcome("no", why=f"it did not end within {limit:.0f} s")
-    return outcome(ended.returncode, ended.stderr, file.name)
+    return outcome(ended.returncode, ended.stderr.replace(str(model), "MODEL"), file.name)
 
 
 def outcome(code: int, stderr: str, name: str) -> Outcome:

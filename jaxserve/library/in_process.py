@@ -176,7 +176,8 @@ class Engine(TextEngine):
 
         `generate` without params takes the defaults of SamplingParams, `chat` takes these.
         """
-        return SamplingParams(**self.info.generation_defaults)
+        recommended: dict[str, Any] = dict(self.info.generation_defaults)
+        return SamplingParams(**recommended)
 
     def _ready_routes(self) -> _Routes:
         with self._lock.held():
