@@ -71,7 +71,10 @@ def _reading(program: Program, dumps: Path, chip: str) -> Reading:
     caches = _caches(program)
     try:
         compiled = compile_for(program)
-        return read(compiled, dumps, caches) if chip == "h200" else read_tpu(compiled, caches)
+        found = read(compiled, dumps, caches) if chip == "h200" else read_tpu(compiled, caches)
+        # Weights, and room for adapters, which a step reads once. XLA does not count the bytes of a GPU's program.
+        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.args[0]))
+        return found | {"weights_mib": round(weights / 2**20, 1)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
 

@@ -29,14 +29,12 @@ def read(compiled: jax.stages.Compiled, dumps: Path, caches: tuple[Any, ...]) ->
     """
     thunks = _thunks(_only(dumps, "*thunk_sequence_after_thunk_passes.txt").read_text())
     memory: Any = compiled.memory_analysis()
-    cost: Any = compiled.cost_analysis()
     donated = sum(cache.size * cache.dtype.itemsize for cache in caches)
     return {
         "graphs": sum(kind == "kCommandBuffer" and depth == 0 for depth, kind, _, _ in thunks),
         "outside_graphs": sum(kind != "kCommandBuffer" and depth == 0 for depth, kind, _, _ in thunks),
         "kernels_per_layer": _distance([name for _, kind, name, _ in thunks if kind not in _NO_WORK]),
         "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
-        "mib_accessed": round(cost["bytes accessed"] / 2**20, 1),
         "caches_not_in_place": int(memory.alias_size_in_bytes < donated),
         "cache_copies": _copies(compiled.as_text() or "", caches),
         "pallas": _kernels(dumps, {name: int(shared or 0) for _, _, name, shared in thunks}),
