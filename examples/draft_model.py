@@ -1,6 +1,6 @@
 """Train a draft model for the demo model in a few minutes: `python -m examples.draft_model DIRECTORY [--steps 400]`.
 
-It is a tenth of the demo model's size and learns the demo model's distribution of each next token (distillation,
+It is a fifth of the demo model's size and learns the demo model's distribution of each next token (distillation,
 Hinton et al., 2015). DIRECTORY is an ordinary checkpoint afterwards. Serve the demo model with it:
 
     jaxserve launch --speculation.method draft_model --speculation.draft-model DIRECTORY

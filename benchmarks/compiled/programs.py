@@ -55,6 +55,16 @@ _DEEP = 3  # layers that states of the tower are added to
 # quantization_config of checkpoints that were made for activations of 8 bits
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": ["lm_head"]}
+# A model of the same vocabulary that drafts for Qwen3-8B: the sizes in which Qwen3-0.6B differs from it
+DRAFTED, DRAFT = "Qwen3-8B", "Qwen3-0.6B"
+DRAFT_SIZES: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+_DRAFTS = 4
 _BFLOAT16 = jnp.dtype("bfloat16")
 _SEQS, _TOKENS, _CONTEXT, _PAGES, _PAGE = 512, 8192, 16384, 16384, 16
 
@@ -69,11 +79,13 @@ def make_set(
     weights: str | dict[str, Any] = "none",
     products: str = "auto",
     adapters: int = 0,
+    drafts: bool = False,
 ) -> ProgramSet:
     """Return the program set of a published model, cut to `layers` layers. Allocates nothing.
 
     pages: as cache.dtype. weights: as model.quantization, or the quantization_config of a checkpoint that is kept.
-    products: as runtime.activations. adapters: as lora.slots, of rank 16
+    products: as runtime.activations. adapters: as lora.slots, of rank 16. drafts: with a draft model of DRAFT_SIZES,
+    cut too
     """
     sizes = {"num_hidden_layers": layers, "first_k_dense_replace": max(0, layers - 2)}
     hf: dict[str, Any] = PUBLISHED[name].hf | sizes | KINDS.get(name, {})
@@ -81,24 +93,32 @@ def make_set(
         hf["quantization_config"], weights = weights, "stored"
     if "layer_types" in hf:
         hf["layer_types"] = hf["layer_types"][:layers]
-    structure = build(from_hf(hf).replace(quantization=weights, activation_dtype="bfloat16"), _BFLOAT16)
-    leaves: Any = tuple(
-        jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=param_sharding(spec, target.mesh))
-        for spec in structure.specs
-    )
+    loaded = _loaded(hf, weights, target)
+    draft = _loaded(hf | DRAFT_SIZES | {"num_hidden_layers": layers}, weights, target) if drafts else None
     config = RunnerConfig(
         max_num_seqs=_SEQS,
         max_num_batched_tokens=_TOKENS,
-        max_model_len=min(_CONTEXT, structure.config.max_position_embeddings),
+        max_model_len=min(_CONTEXT, loaded.config.max_position_embeddings),
         page_size=_PAGE,
         cache_dtype=resolve_cache_dtype(pages, _BFLOAT16),
         attention=attention,
         activations=products,
         num_pages=_PAGES,
         lora=AdapterShape(adapters, 16) if adapters else None,
+        max_drafts=_DRAFTS if drafts else 0,
     )
-    setup = RunnerSetup.of(LoadedModel(structure, leaves, Path(), 0, 0.0), config, target)
+    setup = RunnerSetup.of(loaded, config, target, draft)
     return setup.program_set((_PAGES, *(_PAGES // 2 for _ in setup.groups)), config.max_model_len)
+
+
+def _loaded(hf: dict[str, Any], weights: str, target: DeviceMesh) -> LoadedModel:
+    """Return a model whose weights are structs only."""
+    structure = build(from_hf(hf).replace(quantization=weights, activation_dtype="bfloat16"), _BFLOAT16)
+    leaves: Any = tuple(
+        jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=param_sharding(spec, target.mesh))
+        for spec in structure.specs
+    )
+    return LoadedModel(structure, leaves, Path(), 0, 0.0)
 
 
 def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
@@ -132,6 +152,9 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for slots in (1, 8, 32):
         many = make_set(LLAMA, target, adapters=slots)
         yield from _named(f"{LLAMA} with {slots} adapters", many.decode(8), many.decode(128), many.extend(2048))
+    pair = make_set(DRAFTED, target, drafts=True)
+    steps = [pair.decode(8), pair.decode_hidden(8), pair.verify(8), pair.draft(1), pair.draft(16)]
+    yield from _named(f"{DRAFTED} with {DRAFT}", *steps, pair.decode_hidden(64), pair.verify(64))
     for name in (*FAMILIES, *KINDS):
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))
