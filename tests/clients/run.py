@@ -31,13 +31,14 @@ TIME_LIMIT = 240.0  # seconds; a client takes some 5, and those that start progr
 OFFLINE = {"no_proxy": "127.0.0.1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
-def scripts() -> list[str]:
-    return sorted(path.name for path in SCRIPTS.glob("use_*"))
+def scripts(kind: str = "use") -> list[str]:
+    """The scripts of clients: `use` tries all that a client has, `look` sends pictures to the model with a tower."""
+    return sorted(path.name for path in SCRIPTS.glob(f"{kind}_*"))
 
 
 def interpreter(script: str, root: Path) -> Path:
     """What must be there for the script to run."""
-    name = script.removeprefix("use_").partition(".")[0]
+    name = script.partition("_")[2].partition(".")[0]
     if script.endswith(".mjs"):
         return root / "node" / "node_modules" / NPM_NAMES.get(name, name)
     return root / name / "bin" / "python"

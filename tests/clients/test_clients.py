@@ -36,6 +36,25 @@ def agents_server(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) 
         yield server
 
 
+@pytest.fixture(scope="module")
+def picture_server(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp("pictures")
+    make(directory, pictures=True)
+    with launch_server(str(directory), compile_cache=compile_cache, **AGENTS_SERVED) as server:
+        yield server
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("script", scripts("look"))
+def test_a_client_sends_pictures(script: str, request: pytest.FixtureRequest) -> None:
+    root = Path(os.environ.get("JAXSERVE_CLIENTS", "/nowhere"))
+    if not interpreter(script, root).exists():
+        pytest.skip(HOW)
+    found = run_client(script, root, request.getfixturevalue("picture_server").url)
+    wrong = {name: result for name, result in found["results"].items() if result != "ok"}
+    assert not wrong, f"{found['client']} {found['version']}: {wrong}\n{found['errors']}"
+
+
 @pytest.mark.clients
 @pytest.mark.parametrize("script", scripts())
 def test_a_client_does_all_that_it_has(script: str, request: pytest.FixtureRequest) -> None:

@@ -2,6 +2,7 @@
 import { readFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { join } from "node:path";
+import { crc32, deflateSync } from "node:zlib";
 import { text } from "node:stream/consumers";
 
 export const FRANCE = "What is the capital of France?";
@@ -17,6 +18,41 @@ export const SCHEMA = {
   additionalProperties: false,
 };
 export const URL = process.argv[2] ?? "http://127.0.0.1:8000";
+
+// what the model of scripted_model.py says of a picture, and the PNG of common.py's picture(1)
+export const TOLD = "The file made.txt is there.";
+export const SEEN = "What is in this picture?";
+
+export function png() {
+  const chunk = (kind, body) => {
+    const head = Buffer.concat([Buffer.from(kind), body]);
+    const [size, sum] = [Buffer.alloc(4), Buffer.alloc(4)];
+    size.writeUInt32BE(body.length);
+    sum.writeUInt32BE(crc32(head));
+    return Buffer.concat([size, head, sum]);
+  };
+  const size = Buffer.from([0, 0, 0, 64, 0, 0, 0, 64, 8, 2, 0, 0, 0]);
+  const row = Buffer.concat([Buffer.from([0]), ...Array(64).fill(Buffer.from([1, 0, 254]))]);
+  const rows = deflateSync(Buffer.concat(Array(64).fill(row)));
+  const mark = Buffer.from([0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a]);
+  return Buffer.concat([mark, chunk("IHDR", size), chunk("IDAT", rows), chunk("IEND", Buffer.alloc(0))]);
+}
+
+// Pictures that the server has read so far.
+export async function pictures() {
+  const text = await (await fetch(`${URL}/metrics`)).text();
+  return [...text.matchAll(/^jaxserve:images_total.* (\S+)$/gm)].reduce((sum, found) => sum + Number(found[1]), 0);
+}
+
+// Where pictures stand in a body, as `{form, where}`, without their data: the shape that a client sends.
+export function shapes(value, where = "") {
+  if (value === null || typeof value !== "object") return [];
+  if (["image", "image_url", "input_image"].includes(value.type)) {
+    const form = JSON.stringify(value, (_, each) => (typeof each === "string" && each.length > 64 ? `${each.slice(0, 22)}...` : each));
+    return [{ where, form }];
+  }
+  return Object.entries(value).flatMap(([name, each]) => shapes(each, `${where}.${name}`));
+}
 
 export function check(condition, seen) {
   if (!condition) throw new Error(`unexpected: ${JSON.stringify(seen)}`);

@@ -4,10 +4,14 @@ A script is run as `python NAME.py URL` in the client's own environment, and pri
 client, and for each capability that it has "ok" or what went wrong.
 """
 
+import base64
 import importlib.metadata
 import json
+import struct
 import sys
 import traceback
+import urllib.request
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +36,29 @@ SCHEMA = {
     "additionalProperties": False,
 }
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+
+TOLD = "The file made.txt is there."  # what the model of scripted_model.py says of a picture
+SEEN = "What is in this picture?"
+
+
+def picture(shade: int) -> bytes:
+    """A PNG of 64 x 64 pixels."""
+    pieces = b"\x89PNG\r\n\x1a\n"
+    rows = zlib.compress(64 * (b"\0" + 64 * bytes([shade, 0, 255 - shade])))
+    for kind, body in ((b"IHDR", struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b"")):
+        pieces += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return pieces
+
+
+def picture_url(shade: int) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture(shade)).decode()}"
+
+
+def num_pictures() -> int:
+    """Pictures that the server has read so far."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{URL}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("jaxserve:images_total"))
 
 
 def check_person(person: dict) -> None:
