@@ -270,7 +270,7 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
                     "role": "user",
                     "content": [
                         {"type": "input_text", "text": "<image name=[Image #1]>"},
-                        {"type": "input_image", "image_url": URL},
+                        {"type": "input_image", "image_url": URL, "detail": "high"},
                         {"type": "input_text", "text": "</image>"},
                         {"type": "input_text", "text": "What is this?"},
                     ],
@@ -294,7 +294,7 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
                 {
                     "type": "function_call_output",
                     "call_id": "call_1",
-                    "output": [{"type": "input_image", "image_url": URL}],
+                    "output": [{"type": "input_image", "image_url": URL, "detail": "high"}],
                 },
             ],
             "tools": [{"type": "function", "name": "view_image", "strict": False, "parameters": SCHEMA}],

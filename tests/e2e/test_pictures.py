@@ -26,13 +26,14 @@ from PIL import Image
 from jaxserve import Engine, launch_server
 from jaxserve.library.serving import RunningServer
 from tests.faults.helpers import engine_process
-from tests.models.picture_cases import CASES, END, MERGE, PAD, START, VISION, Pixels, prompt
+from tests.models.picture_cases import END, MERGE, PAD, START, VISION, Pixels, prompt, prompts_of
 from tests.models.test_pictures import GOLDENS, write_case
 from tests.quick import quick_processes, quick_programs
 from tests.scrape import values
 from tests.waiting import LAST_RESORT, wait_until
 
-CASE, OTHER = "qwen3_vl_pictures", "qwen2_5_vl_pictures"
+CASE = "qwen3_vl_pictures"
+OTHERS = "qwen2_5_vl_pictures", "qwen3_5_pictures"  # the second has recurrent states
 PAGE = 8
 KEYS: dict[str, Any] = {
     "served_name": "tiny",
@@ -247,18 +248,23 @@ def test_the_same_picture_is_found_and_another_of_its_size_is_not(server: Runnin
 
 def test_a_killed_engine_goes_on_with_the_same_tokens(server: RunningServer, client: Any) -> None:
     """The API sends the pictures again. The new engine encodes them anew."""
+    assert stream_over_a_kill(server, client, "two").startswith(golden("two"))
+
+
+def stream_over_a_kill(server: RunningServer, client: Any, name: str) -> str:
+    """The answer to a prompt, which is the same without a kill and with one after its first token."""
     keys: dict[str, Any] = {"max_tokens": 150, "extra_body": {"ignore_eos": True}}
-    expected = client.chat.completions.create(**chat(parts_of("two"), **keys)).choices[0].message.content
-    assert expected.startswith(golden("two"))
+    expected = client.chat.completions.create(**chat(parts_of(name), **keys)).choices[0].message.content
     restarts = server.launch.engine.restarts
     found = []
-    with client.chat.completions.create(**chat(parts_of("two"), **keys), stream=True) as stream:
+    with client.chat.completions.create(**chat(parts_of(name), **keys), stream=True) as stream:
         for chunk in stream:
             if not found:
                 engine_process().kill()
             found += [choice.delta.content or "" for choice in chunk.choices]
     assert server.launch.engine.restarts == restarts + 1
     assert "".join(found) == expected
+    return expected
 
 
 def test_in_process_engines_answer_the_same(model: Path, compile_cache: str) -> None:
@@ -268,12 +274,15 @@ def test_in_process_engines_answer_the_same(model: Path, compile_cache: str) -> 
             assert answer.choices[0].message.content == golden(name)
 
 
-@pytest.mark.slow  # 35 s; tests/models/test_pictures.py holds this tower to transformers' rows and logits
-def test_qwen2_5_vl_reads_pictures_too(tmp_path: Path, compile_cache: str) -> None:
-    directory = write_model(OTHER, tmp_path / OTHER)
-    assert CASES[OTHER]["model_type"] == "qwen2_5_vl"
+@pytest.mark.slow  # 35 s each; tests/models/test_pictures.py holds these models to transformers' rows and logits
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_families_read_pictures_and_go_on_after_a_kill(case: str, tmp_path: Path, compile_cache: str) -> None:
+    directory = write_model(case, tmp_path / case)
     with quick_processes(), launch_server(str(directory), compile_cache=compile_cache, **KEYS) as server:
-        for name in ("one", "two"):
+        for name in prompts_of(case):
             body = chat(parts_of(name), ignore_eos=True, return_token_ids=True)
             choice = post(server, "/v1/chat/completions", body)["choices"][0]
-            assert choice["token_ids"] == np.load(GOLDENS / f"{OTHER}.npz")[f"{name}_greedy"].tolist()
+            assert choice["token_ids"] == np.load(GOLDENS / f"{case}.npz")[f"{name}_greedy"].tolist(), name
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=LAST_RESORT) as client:
+            for name in ("two", prompts_of(case)[-1]):
+                stream_over_a_kill(server, client, name)
