@@ -163,7 +163,7 @@ def _weights(row: Row) -> str:
     if not row.texts:
         return "safetensors"
     if not set(row.texts).isdisjoint(hf["architectures"][0] for hf in STATE_CASES.values()):
-        return "16 bits"  # others were not tried
+        return "16 bits, and quantized as published"
     if "Step3p7ForCausalLM" in row.texts:
         return "16 bits, FP8, and quantized at load"  # one tensor of all experts was tried in no other form
     in_gguf = not row.larger and not set(row.texts).isdisjoint(GGUF.values())

@@ -126,6 +126,8 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
         scope, parts = path[:-1] if module.weight.parts else path, module.weight.parts
         if form.method == "gpt-oss" and not any(part.mxfp4 for part in parts):
             continue
+        if form.is_integer and any(len(part.shape) != 2 for part in parts):
+            continue  # one tensor of all experts, which no tool stores as integers
         names = [full_name(part, scope).rpartition(".")[0] for part in parts] or [".".join(path)]
         quantized = [name for name in names if not form.is_wide(name)]
         if not quantized:

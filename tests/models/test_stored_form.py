@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ MODELS = {
     "experts": CASES["qwen3_moe"] | {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64},
 }
 Tensors = dict[str, np.ndarray]
+PROJECTION = re.compile(r"_proj(_qkvz|_qkv|_z|_with_mqa)?\.weight$")
 
 
 def compressed(
@@ -106,7 +108,7 @@ def write(tensors: Tensors, form: dict[str, Any]) -> tuple[Tensors, Tensors]:
     bits, method = scheme.get("num_bits") or form["bits"], form.get("format", form["quant_method"])
     per, middle = 32 // bits, 2 ** (bits - 1)
     for name, weight in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not PROJECTION.search(name):
             continue
         del stored[name]
         base, (rows, depth) = name.removesuffix("weight"), weight.shape

@@ -57,7 +57,8 @@ def _num_bytes(part: Part, config: ModelConfig, plain: int) -> int:
     if part.mxfp4:
         return float_bytes(part, "gpt-oss", config.weight_block)
     own = None if form is None or form.method == "gpt-oss" else form.of(_module(part))
-    if own is None or not _is_quantised(part, head=form is not None and form.method == "mixed"):
+    one_of_all_experts = own is not None and own.is_integer and len(part.shape) != 2
+    if own is None or one_of_all_experts or not _is_quantised(part, head=form is not None and form.method == "mixed"):
         return count * plain
     return float_bytes(part, own.method, config.weight_block) if own.is_float else code_bytes(part, own)
 
