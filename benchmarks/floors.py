@@ -36,6 +36,7 @@ class ModelSize:
     parameters: int
     kv_values: int  # numbers per token in the KV cache
     itemsize: int = 4
+    state_values: int = 0  # numbers of a row's recurrent states, in float32
 
 
 def measure_machine() -> Machine:
@@ -68,17 +69,21 @@ def model_size(directory: Path) -> ModelSize:
     parameters = build(config, jnp.dtype("float32")).num_parameters
     if not config.tie_word_embeddings:
         parameters -= config.vocab_size * config.hidden_size
-    return ModelSize(parameters, 2 * config.num_layers * config.num_kv_heads * config.head_dim)
+    states = [state for state in config.layer_states if state is not None]
+    of_states = sum(state.heads * state.k_dim * state.v_dim for state in states if state.kind != "convolution")
+    attention = config.num_layers - len(states)
+    return ModelSize(parameters, 2 * attention * config.num_kv_heads * config.head_dim, state_values=of_states)
 
 
 def decode_floor(machine: Machine, model: ModelSize, rows: int, context: int) -> float:
     """Return the least seconds of a step of `rows` tokens over `context` tokens each: the longer of weights and
-    arithmetic, plus the KV cache.
+    arithmetic, plus the KV cache, plus the states once in and once out.
     """
     weights = model.parameters * model.itemsize / machine.bandwidth
     arithmetic = 2 * model.parameters * rows / machine.rate
     cache = rows * context * model.kv_values * model.itemsize / machine.bandwidth
-    return max(weights, arithmetic) + cache
+    states = 2 * 4 * rows * model.state_values / machine.bandwidth
+    return max(weights, arithmetic) + cache + states
 
 
 def prefill_floor(machine: Machine, model: ModelSize, tokens: int) -> float:

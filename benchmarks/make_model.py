@@ -2,11 +2,14 @@
 
     python -m benchmarks.make_model DIR [--hidden 1024 --layers 16 ...] [--tokenizer TOKENIZER_DIR]
     python -m benchmarks.make_model DIR --widen 2 --layers 24
+    python -m benchmarks.make_model DIR --published Qwen3.5-0.8B --dtype bfloat16
 
 The default is a Llama of about 190M parameters. Any server that reads Hugging Face directories can serve it.
 
 --widen N: the demo model with rows, heads and intermediate sizes N times as wide and with more layers. What was added
 contributes nothing, so it writes the demo model's texts, at the cost of a model of that size.
+
+--published takes the widths of a model of tests/models/published.py.
 """
 
 from __future__ import annotations
@@ -19,11 +22,16 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.tokenizer_files import copy_tokenizer
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.structure import build
+from jaxserve.models.tensor_names import published_names
+from tests.models.published import PUBLISHED
 
 STDDEV = 0.02
 
@@ -84,7 +92,36 @@ class Shape:
         }
 
 
-def make_model(directory: Path, shape: Shape, *, dtype: str = "float32", tokenizer: Path | None = None) -> None:
+@dataclass(frozen=True)
+class PublishedShape:
+    """Dimensions of a published model. name: in PUBLISHED. model_type: of config.json, which other servers read"""
+
+    name: str
+    model_type: str
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the published name and the shape of every tensor of the checkpoint."""
+        config = from_hf(PUBLISHED[self.name].hf)
+        parts = {part.name: part for spec in build(config, jnp.dtype("float32")).specs for part in spec.parts}
+        for name, part in parts.items():
+            yield published_names(name, config.tensor_names)[-1], part.shape
+
+    def config(self, dtype: str) -> dict[str, object]:
+        """Return its config.json."""
+        return PUBLISHED[self.name].hf | {"model_type": self.model_type, "dtype": dtype, "eos_token_id": 1}
+
+
+_MODEL_TYPES = {
+    "Qwen3.5-0.8B": "qwen3_5_text",
+    "Qwen3.5-9B": "qwen3_5_text",
+    "LFM2-1.2B": "lfm2",
+    "Falcon-H1-0.5B": "falcon_h1",
+}
+
+
+def make_model(
+    directory: Path, shape: Shape | PublishedShape, *, dtype: str = "float32", tokenizer: Path | None = None
+) -> None:
     """Write config.json, model.safetensors and the files of a tokenizer, by default the demo model's."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config(dtype), indent=2))
@@ -151,13 +188,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     default = Shape()
     names = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "context")
+    parser.add_argument("--published", choices=_MODEL_TYPES)
     for name in names:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     options = parser.parse_args()
     if options.widen is not None:
         count = widen(options.directory, options.widen, options.layers)
         return print(f"{options.directory}: {count / 1e6:.0f}M parameters, the texts of the demo model")
-    shape = Shape(**{name: getattr(options, name) for name in names})
+    shape: Shape | PublishedShape = Shape(**{name: getattr(options, name) for name in names})
+    if options.published:
+        shape = PublishedShape(options.published, _MODEL_TYPES[options.published])
     make_model(options.directory, shape, dtype=options.dtype, tokenizer=options.tokenizer)
     count = sum(int(np.prod(size)) for _, size in shape.tensors())
     print(f"{options.directory}: {count / 1e6:.0f}M parameters, {options.dtype}")

@@ -63,17 +63,19 @@ def engine_of(model: str, form: str, rows: int, products: str, cache: str, slots
     return Engine(config=Config.parse(tree))
 
 
-def ours(model: str, form: str, rows: list[int], products: str, tries: int, cache: str) -> None:
+def ours(
+    model: str, form: str, rows: list[int], products: str, tries: int, cache: str, prompt: int, output: int
+) -> None:
     """Print the tokens a second of the best of `tries` batches of each number of rows."""
     engine = engine_of(model, form, max(rows), products, cache)
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     for count in rows:
         best = 0.0
         for _ in range(tries):
-            prompts = [[random.randrange(300, 8000) for _ in range(PROMPT)] for _ in range(count)]
+            prompts = [[random.randrange(300, 8000) for _ in range(prompt)] for _ in range(count)]
             began = time.perf_counter()
             engine.generate(prompts, params)
-            best = max(best, count * OUTPUT / (time.perf_counter() - began))
+            best = max(best, count * output / (time.perf_counter() - began))
         print(best)
 
 
@@ -102,9 +104,12 @@ def main() -> None:
     parser.add_argument("--files", help="directory with the GGUF files, which are made there if they are missing")
     parser.add_argument("--avx2", action="store_true", help="without AVX-512; the peer is built without it")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # FORM: our side of one measurement
+    parser.add_argument("--prompt", type=int, default=PROMPT, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=int, default=OUTPUT, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
-        ours(options.model, options.only, options.rows, options.products[0], options.tries, options.cache)
+        products, sizes = options.products[0], (options.prompt, options.output)
+        ours(options.model, options.only, options.rows, products, options.tries, options.cache, *sizes)
         return
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.files or temporary

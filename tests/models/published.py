@@ -79,6 +79,24 @@ _FALCON_H1 = _hf(
     mamba_d_head=64,
     mamba_d_state=128,
 )
+_LFM2 = _tied(
+    *("Lfm2ForCausalLM", 2048, 12288, 16, 32, 8, 65536),
+    block_ff_dim=12288,
+    block_multiple_of=256,
+    block_ffn_dim_multiplier=1.0,
+    full_attn_idxs=[2, 5, 8, 10, 12, 14],
+)
+
+
+def _qwen3_5(hidden: int, ffn: int, layers: int, heads: int, kv: int, key_heads: int, value_heads: int) -> Any:
+    keys = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads, "head_dim": 256}
+    keys |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    rotation = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    types = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
+    sizes = hidden, ffn, layers, heads, kv, 248320
+    return _hf("Qwen3_5ForCausalLM", *sizes, **keys, layer_types=types, rope_parameters=rotation)
+
+
 _KIMI_LINEAR = _hf(
     *("KimiLinearForCausalLM", 2304, 9216, 27, 32, 32, 163840),
     linear_attn_config={
@@ -278,6 +296,9 @@ PUBLISHED = {
     "Granite-4.0-micro": Published(_GRANITE4, 3.403),
     "Granite-4.0-h-tiny": Published(_GRANITE4_H_TINY, 6.939),
     "Nemotron-3-Nano-30B-A3B": Published(_NEMOTRON3_NANO, 31.578),
+    "LFM2-1.2B": Published(_LFM2, 1.170),
+    "Qwen3.5-0.8B": Published(_qwen3_5(1024, 3584, 24, 8, 2, 16, 16) | {"tie_word_embeddings": True}, 0.752),
+    "Qwen3.5-9B": Published(_qwen3_5(4096, 12288, 32, 16, 4, 16, 32), 8.954),
     "Falcon-H1-0.5B": Published(_FALCON_H1, 0.521),
     "Kimi-Linear-48B-A3B": Published(_KIMI_LINEAR, 49.123),
     "Qwen1.5-MoE-A2.7B": Published(_QWEN2_MOE, 14.316),

@@ -32,6 +32,9 @@ SPLIT = {
     "StarCoder2-3B": 2,
     "Helium-1-2B": 4,
     "Qwen2.5-VL-7B": 4,
+    "LFM2-1.2B": 8,
+    "Qwen3.5-0.8B": 2,
+    "Falcon-H1-0.5B": 2,
 }
 
 
@@ -48,7 +51,8 @@ def test_published_sizes(name: str) -> None:
         assert plan.num_parameters / 1e9 == pytest.approx(model.billions, abs=5e-4)
         ideal = 2 * plan.num_parameters / plan.num_devices
         assert plan.num_devices == 1 or plan.largest_whole[1] < LARGE, plan.largest_whole
-        fewest = min([config.num_kv_heads, *(heads.num_kv_heads for heads in config.layer_heads)])
+        groups = [state.key_heads for state in config.layer_states if state is not None]  # B and C are copied as K is
+        fewest = min([config.num_kv_heads, *(heads.num_kv_heads for heads in config.layer_heads), *groups])
         copied_kv = tensor > fewest  # fewer than devices; over "expert" attention is copied as well
         assert plan.weight_bytes - plan.whole_bytes >= 0.98 * ideal - plan.whole_bytes
         most = 1.15 if copied_kv or expert > 1 else 1.001
