@@ -52,6 +52,15 @@ PICTURES = "Qwen3-VL-8B"
 TOWERS = ("Qwen3-VL-2B", PICTURES, "Qwen2.5-VL-7B")
 _PATCHES = (4096, 16384)  # of pictures of 1 and of 4 million pixels
 _DEEP = 3  # layers that states of the tower are added to
+# Models whose layers have recurrent states, likewise
+STATES: dict[str, dict[str, Any]] = {
+    "LFM2-1.2B": {"full_attn_idxs": [1]},
+    "Qwen3.5-9B": {"layer_types": ["linear_attention", "full_attention"]},
+    "Granite-4.0-h-tiny": {"layer_types": ["mamba", "attention"]},
+    "Nemotron-3-Nano-30B-A3B": {"hybrid_override_pattern": "ME*E", "num_hidden_layers": 4},  # two layers here
+    "Kimi-Linear-48B-A3B": {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}},
+    "Falcon-H1-0.5B": {"num_hidden_layers": 1},  # which has both
+}
 # quantization_config of checkpoints that were made for activations of 8 bits
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": ["lm_head"]}
@@ -67,6 +76,7 @@ DRAFT_SIZES: dict[str, Any] = {
 _DRAFTS = 4
 _BFLOAT16 = jnp.dtype("bfloat16")
 _SEQS, _TOKENS, _CONTEXT, _PAGES, _PAGE = 512, 8192, 16384, 16384, 16
+_NUM_STATES = 2 * _SEQS
 
 
 def make_set(
@@ -88,7 +98,7 @@ def make_set(
     cut too
     """
     sizes = {"num_hidden_layers": layers, "first_k_dense_replace": max(0, layers - 2)}
-    hf: dict[str, Any] = PUBLISHED[name].hf | sizes | KINDS.get(name, {})
+    hf: dict[str, Any] = PUBLISHED[name].hf | sizes | KINDS.get(name, {}) | STATES.get(name, {})
     if isinstance(weights, dict):
         hf["quantization_config"], weights = weights, "stored"
     if "layer_types" in hf:
@@ -108,7 +118,8 @@ def make_set(
         max_drafts=_DRAFTS if drafts else 0,
     )
     setup = RunnerSetup.of(loaded, config, target, draft)
-    return setup.program_set((_PAGES, *(_PAGES // 2 for _ in setup.groups)), config.max_model_len)
+    of_states = (_NUM_STATES,) if setup.steps.states else ()
+    return setup.program_set((_PAGES, *(_PAGES // 2 for _ in setup.groups), *of_states), config.max_model_len)
 
 
 def _loaded(hf: dict[str, Any], weights: str, target: DeviceMesh) -> LoadedModel:
@@ -155,7 +166,7 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     pair = make_set(DRAFTED, target, drafts=True)
     steps = [pair.decode(8), pair.decode_hidden(8), pair.verify(8), pair.draft(1), pair.draft(16)]
     yield from _named(f"{DRAFTED} with {DRAFT}", *steps, pair.decode_hidden(64), pair.verify(64))
-    for name in (*FAMILIES, *KINDS):
+    for name in (*FAMILIES, *KINDS, *STATES):
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))
     yield from _named(PICTURES, make_set(PICTURES, target, layers=_DEEP).extend(512))
@@ -214,6 +225,8 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
         kind = make_set(name, target, attention="tpu")
         yield from _named(name, kind.decode(64), kind.extend(512))
     yield from tower_programs(target, attention="tpu")
+    for name in STATES:
+        yield from _named(name, make_set(name, target, attention="tpu").decode(64))
 
 
 def _named(model: str, *programs: Program) -> Iterator[tuple[str, Program]]:

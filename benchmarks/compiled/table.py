@@ -25,6 +25,7 @@ _SOURCES = (
     "jaxserve/ops/moe/*.py",
     "jaxserve/ops/paged_attention/**/*.py",
     "jaxserve/ops/quantized/*.py",
+    "jaxserve/ops/state/*.py",
     "jaxserve/ops/sums.py",
     "jaxserve/ops/triton_arrays.py",
     "jaxserve/runtime/compilation/buckets.py",
