@@ -142,7 +142,9 @@ _SPECULATION = Refused(
     "method is served yet"
 )
 # the methods of vLLM that name the family of a checkpoint's own head
-_MTP = dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp")
+_MTP: dict[str, str] = dict.fromkeys(
+    ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"
+)
 _CHAIN = "drafts are a chain, not a tree"
 _NODES = Refused("leave it out: --nnodes, --node-rank and --master-addr make one engine of several machines")
 _SPLIT = Refused("write --replicas N --prefill-replicas K: K of the N engines of a server only compute prompts")

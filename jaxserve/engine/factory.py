@@ -303,6 +303,8 @@ def build_engine(
     send(Progress("devices"))
     mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
     phases.end("devices")
+    if config.speculation.method == "mtp":
+        _own_head(config, files, mesh)  # before the weights, which take minutes
     send(Progress("weights", unit="bytes"))
     loaded = load(config, files, mesh, send)
     phases.end("weights")
