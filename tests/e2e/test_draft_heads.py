@@ -70,13 +70,14 @@ def plain(compile_cache: str) -> list[list[Any]]:
 def engine(request: pytest.FixtureRequest, compile_cache: str) -> Iterator[Engine]:
     keys: dict[str, Any] = {"method": request.param, "num_speculative_tokens": DRAFTS}
     if request.param == "mtp":
-        keys["path"] = str(request.getfixturevalue("as_mimo"))
+        model = [str(request.getfixturevalue("as_mimo"))]
     else:
+        model = []
         keys["draft_model"] = str(request.getfixturevalue("eagle"))
     warm_up = factory._warm_up
     with pytest.MonkeyPatch.context() as patch, quick_programs():
         patch.setattr(factory, "_warm_up", lambda *args: (warm_up(*args), PAYS)[1])
-        with Engine(compile_cache=compile_cache, **KEYS, **keys) as engine:
+        with Engine(*model, compile_cache=compile_cache, **KEYS, **keys) as engine:
             yield engine
 
 
