@@ -14,15 +14,25 @@ wrong   as edit, with a drafter whose drafts are never right
 
 A draft model guesses nothing of a recorded text, so with one the model writes its own:
 
-    python -m benchmarks.speculation MODEL_DIR --draft-model DIR --prompts FILE [--rows 1 8] [--tokens 400] [--rounds 2]
+    python -m examples.draft_model DRAFT
+    python -m benchmarks.make_model MODEL_DIR --widen 2 --layers 24      # or the demo model: jaxserve/assets/demo
+    python -m benchmarks.speculation MODEL_DIR --draft-model DRAFT [--rows 1 8 32] [--tokens 96] [--rounds 3]
 
-FILE has a prompt in each line. Three engines in one process write them greedily by turns: without drafts, with n-grams,
-and with the draft model.
+Three engines in one process write greedily by turns: without drafts, with n-grams, and with the draft model. The
+prompts are the demo model's, by default of these kinds; `--prompts FILE` has others, one in each line.
+
+prose   a story
+edit    the story of the prompt, told again of another animal
+json    a list of countries with their capitals, by a JSON schema
+
+Tokens and seconds count from when each row has its first token. `device` is the share of the seconds in which the
+process waits for the device, and `host` is the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -40,14 +50,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples.demo_model import stories
 from jaxserve.config import Config
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import build_engine
+from jaxserve.runtime.model_runner import VerifyStep
 from jaxserve.runtime.sampling.sampler import RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState
+from jaxserve.runtime.step_input import DeviceStep
 from jaxserve.speculation.ngram import Drafter, NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.sampling import EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import DraftCounters, Request
 
@@ -229,33 +242,135 @@ def run(core: EngineCore, drafter: Drafter | None, numbered: list[tuple[int, Tex
 
 # --- a model's own text
 
+ENTRY = {"type": "object", "properties": {"country": {"type": "string"}, "capital": {"type": "string"}}}
+ENTRY |= {"required": ["country", "capital"], "additionalProperties": False}
+LIST = {"type": "array", "items": ENTRY, "minItems": 4, "maxItems": 6}
+SCHEMA = {"type": "object", "properties": {"countries": LIST}, "required": ["countries"], "additionalProperties": False}
+OWN_KINDS = "prose", "edit", "json"
+FROM_FILE = "file"
 
-def write(core: EngineCore, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-    """Write at most `num_tokens` tokens after each prompt -> (seconds, outputs). All prompts are there at once."""
+
+@dataclass
+class Prompts:
+    """What a model is asked for. kind: as in this module's docstring; `file`: of --prompts"""
+
+    kind: str
+    token_ids: list[list[int]]
+
+    def params(self, num_tokens: int) -> SamplingParams:
+        """Return how each output is made: greedily, with at most `num_tokens` tokens."""
+        grammar = GrammarSpec(kind="json_schema", source=json.dumps(SCHEMA)) if self.kind == "json" else None
+        return SamplingParams(temperature=0.0, max_tokens=num_tokens, grammar=grammar)
+
+
+def own_prompts(kind: str, count: int, tokenizer: Tokenizer) -> Prompts:
+    """Return `count` prompts of one kind for the demo model."""
+    rng = random.Random(kind)
+    asked = "Tell me a story about {}."
+    found = []
+    for place in range(count):
+        animal, other = rng.sample(stories.CHARACTERS, 2)
+        turns = ["user", asked.format(stories.with_article(animal)), "assistant"]
+        if kind == "edit":
+            turns += [stories.tell(rng, animal), "user", asked.format(stories.with_article(other)), "assistant"]
+        elif kind == "json":
+            turns[1] = (
+                f"{rng.choice(['List', 'Name', 'Tell me'])} {4 + place % 3} countries and their capitals. Use JSON."
+            )
+        pairs = zip(turns[::2], [*turns[1::2], None], strict=True)
+        text = "".join(f"<|im_start|>{role}\n" + (f"{said}<|im_end|>\n" if said else "") for role, said in pairs)
+        found.append(tokenizer.encode(text))
+    return Prompts(kind, found)
+
+
+@dataclass
+class Written:
+    """What writing took, from when each row had its first token.
+
+    cpu: seconds of CPU time of the process, which say more if the machine has other work
+    wait: seconds in which the process waited for the device
+    """
+
+    outputs: list[list[int]] = field(default_factory=list)
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    cpu: float = 0.0
+    wait: float = 0.0
+
+    def add(self, other: Written) -> None:
+        """Add what another group of prompts took."""
+        self.outputs += other.outputs
+        for name in ("tokens", "steps", "seconds", "cpu", "wait"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Waiting:
+    """Adds up the seconds of `result()` of steps while it is active."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Measure."""
+        with contextlib.ExitStack() as stack:
+            for each in (DeviceStep, VerifyStep):
+                stack.enter_context(mock.patch.object(each, "result", self._timed(each.result)))
+            yield
+
+    def _timed(self, result: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(step: object) -> Any:
+            began = time.perf_counter()
+            try:
+                return result(step)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+
+def write(core: EngineCore, prompts: list[list[int]], params: SamplingParams, waiting: Waiting) -> Written:
+    """Write an output after each prompt. All prompts are there at once."""
     core.flush_prefix_cache()
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
     made: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    began = time.perf_counter()
     for name, prompt in zip(made, prompts, strict=True):
         core.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params))
+    before, counters = Written(), core.scheduler.counters
     while core.has_work:
         for each in core.step():
             made[each.request_id] += each.token_ids
-    return time.perf_counter() - began, list(made.values())
+        if not before.tokens and all(made.values()):
+            first = sum(map(len, made.values()))
+            before = Written([], first, counters.steps, time.perf_counter(), time.process_time(), waiting.seconds)
+    seconds, total = time.perf_counter() - before.seconds, sum(map(len, made.values()))
+    return Written(
+        outputs=list(made.values()),
+        tokens=total - before.tokens,
+        steps=counters.steps - before.steps,
+        seconds=seconds,
+        cpu=time.process_time() - before.cpu,
+        wait=waiting.seconds - before.wait,
+    )
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Print a line for each way to guess and each number of rows: the fastest of the rounds."""
-    tokenizer = Tokenizer.from_directory(options.directory)
-    prompts = [tokenizer.encode(line) for line in options.prompts.read_text().splitlines()]
-    ways: dict[str, dict[str, str]] = {
+    """Print a line for each kind, number of rows and way to guess: the fastest of the rounds."""
+    tokenizer, most = Tokenizer.from_directory(options.directory), max(options.rows)
+    if options.prompts is not None:
+        lines = options.prompts.read_text().splitlines()
+        asked = [Prompts(FROM_FILE, [tokenizer.encode(line) for line in lines])]
+    else:
+        asked = [own_prompts(kind, max(most, options.texts), tokenizer) for kind in options.kinds or OWN_KINDS]
+    ways: dict[str, dict[str, Any]] = {
         "none": {},
         "n-grams": {"method": "ngram"},
         "draft model": {"method": "draft_model", "draft_model": str(options.draft_model)},
     }
     cores: dict[str, EngineCore] = {}
     for way, keys in ways.items():
-        config = Config.of(str(options.directory), max_num_seqs=max(8, *options.rows), **keys)
+        sizes = {"max_num_seqs": max(8, most), "max_num_batched_tokens": 128, "max_model_len": 512}
+        config = Config.of(str(options.directory), **sizes, **keys)
         cores[way] = core = build_engine(config, lambda message: None).core
         times = core.scheduler.config.step_times
         each = ", ".join(f"{rows} rows {1000 * seconds:.2f}" for rows, seconds in times.draft.items())
@@ -264,29 +379,40 @@ def compare(options: argparse.Namespace) -> None:
             end="",
         )
         print(f"; proposing drafts takes, in ms: {each}" if each else "", flush=True)
-    for rows in options.rows:
-        groups = [prompts[i : i + rows] for i in range(0, len(prompts) - rows + 1, rows)]
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        outputs: dict[str, list[list[int]]] = {}
-        counts: dict[str, tuple[int, int]] = {}
+    for prompts, rows in itertools.product(asked, options.rows):
+        _by_turns(cores, prompts, rows, options)
+
+
+def _by_turns(cores: dict[str, EngineCore], prompts: Prompts, rows: int, options: argparse.Namespace) -> None:
+    texts = prompts.token_ids[: max(rows, options.texts)]
+    groups = [texts[i : i + rows] for i in range(0, len(texts) - rows + 1, rows)]
+    runs: dict[str, list[Written]] = {way: [] for way in cores}
+    counts: dict[str, tuple[int, int]] = {}
+    waiting, params = Waiting(), prompts.params(options.tokens)
+    with waiting.active():
         for _ in range(options.rounds):
             for way, core in cores.items():
-                before = core.scheduler.stats().drafts or DraftCounters()
-                runs = [write(core, group, options.tokens) for group in groups]
+                before, written = core.scheduler.stats().drafts or DraftCounters(), Written()
+                for group in groups:
+                    written.add(write(core, group, params, waiting))
                 after = core.scheduler.stats().drafts or DraftCounters()
-                seconds[way].append(sum(taken for taken, _ in runs))
-                outputs[way] = [output for _, made in runs for output in made]
+                runs[way].append(written)
                 accepted = after.num_accepted_tokens - before.num_accepted_tokens
                 counts[way] = accepted, after.num_draft_tokens - before.num_draft_tokens
-        num_tokens, fastest = sum(map(len, outputs["none"])), {way: min(taken) for way, taken in seconds.items()}
-        for way, (accepted, drafts) in counts.items():
-            same = sum(map(list.__eq__, outputs[way], outputs["none"]))
-            print(
-                f"{way:12} {rows:3} rows: {num_tokens / fastest[way]:7.1f} tokens/s "
-                f"(x{fastest['none'] / fastest[way]:.2f}); {accepted} of {drafts} drafts accepted; "
-                f"{same} of {len(outputs[way])} texts as without; load {os.getloadavg()[0]:.1f}",
-                flush=True,
-            )
+    fastest = {way: min(found, key=lambda written: written.seconds) for way, found in runs.items()}
+    plain = fastest["none"]
+    for way, best in fastest.items():
+        (accepted, drafts), device = counts[way], best.wait / best.seconds
+        same = sum(map(list.__eq__, best.outputs, plain.outputs))
+        print(
+            f"{prompts.kind:5} {rows:2} rows, {way:11}: {best.tokens / best.steps / rows:5.2f} tokens a step and row, "
+            f"{best.tokens / best.seconds:7.1f} tokens/s (x{plain.seconds / best.seconds:.2f}, "
+            f"CPU x{min(each.cpu for each in runs['none']) / min(each.cpu for each in runs[way]):.2f}); "
+            f"device {device:.0%}, host {1 - device:.0%}, {1000 * best.seconds / best.steps:.2f} ms a step; "
+            f"{accepted} of {drafts} drafts accepted; {same} of {len(best.outputs)} texts as without; "
+            f"load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
 
 
 def costs(times: StepTimes) -> str:
@@ -303,17 +429,18 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kinds", nargs="+", default=["edit", "json", "extract", "prose", "wrong"])
+    parser.add_argument("--kinds", nargs="+")
     parser.add_argument("--draft-model", type=Path)
     parser.add_argument("--prompts", type=Path, help="with --draft-model")
     options = parser.parse_args()
-    if (options.draft_model is None) != (options.prompts is None):
-        parser.error("--draft-model and --prompts go together")
+    if options.prompts is not None and options.draft_model is None:
+        parser.error("--prompts is for --draft-model")
     if options.draft_model is not None:
         return compare(options)
     tokenizer, most = Tokenizer.from_directory(options.directory), max(options.rows)
     count = max(most, options.texts)
-    every = {kind: texts(kind, count, options.tokens, tokenizer) for kind in options.kinds}
+    kinds = options.kinds or ["edit", "json", "extract", "prose", "wrong"]
+    every = {kind: texts(kind, count, options.tokens, tokenizer) for kind in kinds}
     numbered = list(enumerate(text for found in every.values() for text in found))
     keys = {
         "max_num_seqs": max(8, most),
@@ -329,7 +456,7 @@ def main() -> None:
         f"load {load()[0]:.1f}; seconds of a step with drafts, by tokens, against a step of one row: {cost}", flush=True
     )
     for rows in options.rows:
-        for place, kind in enumerate(options.kinds):
+        for place, kind in enumerate(kinds):
             part = numbered[place * count : (place + 1) * count]
             turns = Turns(kind, rows, [part[i : i + rows] for i in range(0, count - rows + 1, rows)])
             for _ in range(options.rounds):
