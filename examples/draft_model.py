@@ -37,8 +37,8 @@ ROWS, LEARNING_RATE, WARMUP = 4, 4e-3, 40
 
 def logits_of(params: Params, batch: PackedBatch, places: jax.Array, model: DemoConfig) -> jax.Array:
     """Return the logits of the tokens at `places`, int32 [N], of a batch: float32 [N, V]."""
-    arrays = (jnp.asarray(each) for each in (batch.tokens, batch.segments, batch.positions))
-    hidden = hidden_states(params, *arrays, model).reshape(-1, model.hidden_size)[places]
+    tokens, segments, positions = (jnp.asarray(each) for each in (batch.tokens, batch.segments, batch.positions))
+    hidden = hidden_states(params, tokens, segments, positions, model).reshape(-1, model.hidden_size)[places]
     return hidden @ params["model.embed_tokens.weight"].T
 
 
@@ -67,7 +67,7 @@ def distil(teacher: Params, encoder: data.SampleEncoder, steps: int, seed: int =
     state = optimizer.init(params)
 
     @jax.jit
-    def update(params: Params, state: optax.OptState, batch: PackedBatch) -> tuple[Params, optax.OptState, jax.Array]:
+    def update(params: Params, state: optax.OptState, batch: PackedBatch):
         loss, gradients = jax.value_and_grad(loss_fn)(params, teacher, batch)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss

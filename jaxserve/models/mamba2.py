@@ -127,7 +127,7 @@ class Mamba2(nnx.Module):
             return rows
         z, x, b, c, dt = self.scales
         keys, values, group = self.spec.k_dim, self.values, self.spec.group
-        each = np.repeat(np.float32([z, c, b, x, dt]), [values, keys, keys, values, group])
+        each = np.repeat(np.array([z, c, b, x, dt], np.float32), [values, keys, keys, values, group])
         return (rows.astype(jnp.float32) * each[None, None, :]).astype(rows.dtype)
 
 

@@ -450,7 +450,8 @@ def test_names_of_other_engines_are_answered_with_ours(engine: Engine) -> None:
     for name, ours in SAME.items():
         assert getattr(engine, name) == getattr(engine, ours)
     assert not hasattr(engine, "no_such")
-    assert engine.get_default_sampling_params() == SamplingParams(**engine.info.generation_defaults)
+    recommended: dict[str, Any] = dict(engine.info.generation_defaults)
+    assert engine.get_default_sampling_params() == SamplingParams(**recommended)
     for name in jaxserve.INSTEAD:
         with pytest.raises(ImportError, match=f"jaxserve has no {name}: "):
             exec(f"from jaxserve import {name}")

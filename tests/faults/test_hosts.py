@@ -227,7 +227,7 @@ def test_adapters_of_all_hosts(compile_cache: str, tmp_path: Path) -> None:
     with Engine(compile_cache=compile_cache, slots=2, **SMALL) as engine:
         for name, path in (("start", paths[0]), ("one", paths[1]), ("two", paths[2])):
             engine.load_adapter(name, path)
-        own = {name: fields | {"model": name} for name in ("demo", "start", "one", "two")}
+        own: dict[str, dict[str, Any]] = {name: fields | {"model": name} for name in ("demo", "start", "one", "two")}
         wanted = {
             name: engine.chat(each.pop("messages"), **each).choices[0].message.content for name, each in own.items()
         }

@@ -72,9 +72,10 @@ class VisionConfig:
 
         attend, mlp: halves of a block. deep: the merger of a deepstack block. end: the merger of the last one
         """
+        halves: tuple[PieceKind, ...] = ("attend", "mlp")
         found: list[tuple[PieceKind, int]] = []
         for block in range(self.depth):
-            found += [("attend", block), ("mlp", block)]
+            found += [(half, block) for half in halves]
             if block in self.deepstack:
                 found.append(("deep", self.deepstack.index(block)))
         return (*found, ("end", 0))
