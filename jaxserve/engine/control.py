@@ -15,7 +15,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from jaxserve.engine.adapters import Adapters
-from jaxserve.engine.core import ADAPTERS_OFF, EngineCore
+from jaxserve.engine.core import EngineCore, adapters_off
 from jaxserve.errors import InvalidValueError, JaxserveError, ServerError, WeightsLostError
 from jaxserve.models.checkpoint.checkpoint import Checkpoint
 from jaxserve.models.checkpoint.files import ModelFiles
@@ -114,7 +114,7 @@ class EngineControl:
     def adapters(self) -> Adapters:
         """The adapters of the engine. Raises InvalidValueError if it has room for none."""
         if self._core.adapters is None:
-            raise InvalidValueError(ADAPTERS_OFF, param="lora_name")
+            raise adapters_off("lora_name")
         return self._core.adapters
 
     def state(self) -> dict[str, Any]:

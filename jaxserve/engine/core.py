@@ -57,7 +57,11 @@ if TYPE_CHECKING:  # it imports JAX, which a core with a runner of its own does 
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS_OFF = "adapters are not served; set lora.slots"
+
+def adapters_off(param: str) -> InvalidValueError:
+    """Return the error of a field that names an adapter where there is no room for any."""
+    return InvalidValueError("adapters are not served; set lora.slots", param=param)
+
 
 Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future's result is a Matcher
 
@@ -186,7 +190,7 @@ class RequestFactory:
         check_allowed(params, self._vocab_size)
         if request.adapter:
             if (adapters := self._adapters()) is None:
-                raise InvalidValueError(ADAPTERS_OFF, param="model")
+                raise adapters_off("model")
             adapters.check(request.adapter)
 
     def _check_logit_bias(self, bias: dict[int, float]) -> None:
