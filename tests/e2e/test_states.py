@@ -177,3 +177,78 @@ def test_a_planned_pool_holds_what_may_run(served: Served) -> None:
         x.nbytes for each in states for x in jax.tree.leaves(each)
     )
     assert dataclasses.asdict(plan)["num_state_pages"] == 6
+
+
+@jax.jit
+def poisoned(states: StateArrays, pages: jax.Array) -> StateArrays:
+    """With NaN in these pages; an index above those that there are is none."""
+    return jax.tree.map(lambda x: x.at[pages].set(jnp.nan, mode="drop"), states)
+
+
+def poison_free_pages(core: EngineCore, runner: ModelRunner) -> None:
+    """Fill each page of states that no request and no prefix holds."""
+    group = core.scheduler.kv.states
+    assert group is not None
+    free = np.full(group.num_pages, group.num_pages, np.int32)
+    free[: group.pool.num_free] = group.pool._free
+    runner.caches = tuple(poisoned(cache, free) if isinstance(cache, StateArrays) else cache for cache in runner.caches)
+
+
+def test_a_page_of_nan_that_is_not_the_rows_own_reaches_no_row(served: Served, expected: dict[str, list[int]]) -> None:
+    """Free pages are NaN before every step, while requests are preempted and states are evicted."""
+    states = StateSizes(served.runner.plan.num_state_pages, BORDER, BORDER)
+    core = served.core(num_pages=18, new_token_ratio=0.01, states=states)
+    for name, prompt in crowd().items():
+        core.add(make_request(name, prompt, max_tokens=NEW))
+    found: dict[str, list[int]] = {name: [] for name in crowd()}
+    while core.has_work:
+        for output in core.step():
+            found[output.request_id] += output.token_ids
+        poison_free_pages(core, served.runner)
+    assert found == expected
+
+
+MANY, DISTINCT = 10_000, 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_ten_thousand_requests_at_three_times_the_memory(served: Served) -> None:
+    """The requests that are there want three times the pages; each gets the tokens that its prompt got alone."""
+    rng, num_pages = random.Random(5), 24
+    stems = [rng.choices(range(3, families.VOCAB), k=150) for _ in range(4)]
+    prompts = [
+        rng.choice(stems)[: rng.choice([0, 64, 128, rng.randrange(150)])]
+        + rng.choices(range(3, families.VOCAB), k=rng.randrange(1, 60))
+        for _ in range(DISTINCT)
+    ]
+    lengths = [rng.choice([1, 2, 8, NEW]) for _ in prompts]
+    alone: list[list[int]] = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        core = served.core(prefix_cache=False)
+        request = make_request("alone", prompt, max_tokens=length)
+        alone.append(run_all(core, [request])["alone"].token_ids)
+    core = served.core(num_pages=num_pages, new_token_ratio=0.1)
+    wanted, live, done = 0, dict[str, tuple[int, list[int]]](), 0
+    sizes = [-(-(len(prompt) + length) // PAGE) for prompt, length in zip(prompts, lengths, strict=True)]
+    while done < MANY:
+        while wanted < 3 * num_pages and done + len(live) < MANY:
+            name, index = f"r{done + len(live)}", rng.randrange(DISTINCT)
+            core.add(make_request(name, prompts[index], max_tokens=lengths[index]))
+            live[name], wanted = (index, []), wanted + sizes[index]
+        for output in core.step():
+            index, tokens = live[output.request_id]
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                assert tokens == alone[index], output.request_id
+                del live[output.request_id]
+                done, wanted = done + 1, wanted - sizes[index]
+        if done % 100 == 0:
+            core.scheduler.check_integrity()
+    core.scheduler.check_integrity()
+    counters, group = core.scheduler.counters, core.scheduler.kv.states
+    assert group is not None and group.num_available == group.num_pages
+    assert core.scheduler.stats().num_pages_held == 0
+    assert counters.retractions > 0 and counters.cached_tokens > 0
+    print(f"{counters.retractions} preemptions, {counters.prefill_tokens} tokens computed, "
+          f"{counters.cached_tokens} cached, {counters.stateless_tokens} without a state")  # fmt: skip
