@@ -514,11 +514,12 @@ NUM_DRAFTS = {"off": 0, "ngram": 15, "draft_model": 4, "eagle3": 4, "mtp": 3}
 class SpeculationSection(Section):
     """Several tokens per step: guessed tokens are verified together. The output does not change."""
 
-    method: Literal["off", "ngram", "draft_model", "mtp", "eagle3"] = Field(
-        "off",
+    method: Literal["auto", "off", "ngram", "draft_model", "mtp", "eagle3"] = Field(
+        "auto",
         description="Where guesses come from. ngram: what followed the last tokens earlier in prompt and output. "
         "draft_model: a small model with the same vocabulary. mtp: the checkpoint's own head for multi-token "
-        "prediction. eagle3: a head in EAGLE-3's form that was made for this model.",
+        "prediction. eagle3: a head in EAGLE-3's form that was made for this model. auto: draft_model, "
+        "if one is given and by the sizes of both models worth its time on this platform; the start says which.",
     )
     draft_model: Text | None = Field(
         None,
@@ -550,15 +551,18 @@ class SpeculationSection(Section):
     @classmethod
     def _of_ngram(cls, value: int, info: ValidationInfo) -> int:
         default = cls.model_fields[str(info.field_name)].default  # as `jaxserve config show` writes it
-        if value != default and info.data.get("method") in ("draft_model", "mtp", "eagle3"):
+        method, named = info.data.get("method"), info.data.get("draft_model") is not None
+        if value != default and (method in ("draft_model", "mtp", "eagle3") or (method == "auto" and named)):
             raise ValueError("it is for the method ngram")
         return value
 
     @field_validator("draft_model", "draft_revision")
     @classmethod
     def _of_method(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("method", "draft_model") not in ("draft_model", "eagle3"):
+        if value is not None and info.data.get("method", "auto") not in ("auto", "draft_model", "eagle3"):
             raise ValueError("it is for the methods draft_model and eagle3")
+        if value is not None and info.field_name == "draft_revision" and info.data.get("draft_model") is None:
+            raise ValueError("it needs speculation.draft_model")
         return value
 
     @model_validator(mode="after")
@@ -568,14 +572,21 @@ class SpeculationSection(Section):
         return self
 
     @property
+    def source(self) -> Literal["off", "ngram", "draft_model", "mtp", "eagle3"]:
+        """The method, and for auto the one that is used if it is worth its time."""
+        if self.method == "auto":
+            return "off" if self.draft_model is None else "draft_model"
+        return self.method
+
+    @property
     def max_drafts(self) -> int:
         """Most guessed tokens of a request in a step; 0: no speculation."""
-        return self.num_speculative_tokens or NUM_DRAFTS[self.method] if self.method != "off" else 0
+        return self.num_speculative_tokens or NUM_DRAFTS[self.source] if self.source != "off" else 0
 
     @property
     def on_device(self) -> bool:
         """Whether the device makes the guesses."""
-        return self.method in ("draft_model", "mtp", "eagle3")
+        return self.source in ("draft_model", "mtp", "eagle3")
 
 
 class AdapterEntry(BaseModel):

@@ -19,7 +19,8 @@ WORDS = ["nan", "inf", "-inf", "0", "-1", "1000000000000", "", " ", "a\nb", "non
 TEXTS = (
     "model.path model.tokenizer model.chat_template model.tool_parser model.reasoning_parser model.revision "
     "model.served_name model.classifier_from_token server.host server.ssl_keyfile server.ssl_certfile "
-    "runtime.compile_cache runtime.bundle store.path server.weights_directories mesh.leader_address mesh.group_key_file"
+    "runtime.compile_cache runtime.bundle store.path server.weights_directories mesh.leader_address "
+    "mesh.group_key_file speculation.draft_model"
 )
 SWITCHES = [key for key, field in known_keys().items() if field.annotation is bool]
 TEXT_KEYS = [str(key) for key in TEXTS.split()]
@@ -170,4 +171,14 @@ def test_a_draft_model_looks_nothing_up(method: str, key: str) -> None:
     wrong: dict[str, Any] = {**drafts, key: 5}
     with pytest.raises(ConfigError, match=f"^speculation.{key}: .*it is for the method ngram"):
         Config.of(**wrong)
+    with pytest.raises(ConfigError, match=f"^speculation.{key}: .*it is for the method ngram"):
+        Config.of(**(wrong | {"method": "auto"}))
     assert Config.parse(Config.of(**drafts).model_dump()).speculation.draft_model == "small"  # all keys are written
+
+
+def test_a_draft_model_that_is_named_is_the_source_unless_a_method_is_chosen() -> None:
+    assert Config().speculation.source == "off"
+    section = Config.of(draft_model="small").speculation
+    assert (section.method, section.source, section.max_drafts) == ("auto", "draft_model", 4)
+    with pytest.raises(ConfigError, match="it is for the methods draft_model and eagle3"):
+        Config.of(method="off", draft_model="small")

@@ -12,9 +12,11 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -36,6 +38,7 @@ from jaxserve.models.checkpoint.hf_config import read_config, read_eagle
 from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model, random_model
 from jaxserve.models.checkpoint.sentence_files import embedding_prompt, is_embedder, read_pooling
+from jaxserve.models.checkpoint.structure import ModelStructure, build
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.draft_head import predictor_config, with_taps
 from jaxserve.models.pooling import PoolingConfig
@@ -57,8 +60,8 @@ from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle, refuse_bundl
 from jaxserve.runtime.saved_programs.executable import UnrunnableProgramError
 from jaxserve.runtime.saved_programs.program_store import discarding, open_store
 from jaxserve.runtime.weights import DeviceWeights
-from jaxserve.speculation.device import DeviceDrafts
-from jaxserve.speculation.ngram import Drafter, NGramDrafter
+from jaxserve.speculation.device import DeviceDrafts, Size, speedup
+from jaxserve.speculation.ngram import WORTH, Drafter, NGramDrafter
 from jaxserve.text.chat_template import template_sources
 from jaxserve.text.pairs import has_pair_roles
 from jaxserve.text.tokenizer import Tokenizer
@@ -189,10 +192,11 @@ def engine_info(
     times: StepTimes,
     seconds: dict[str, float],
     num_compiled: int,
+    drafter: str,
 ) -> EngineInfo:
     """Describe a ready engine.
 
-    seconds: duration of each phase of its start. num_compiled: programs that were in no cache
+    seconds: duration of each phase of its start. num_compiled: programs that were in no cache. drafter: its field
     """
     model = found.loaded.config
     defaults = dataclasses.asdict(model.generation)
@@ -228,20 +232,43 @@ def engine_info(
         routed=_routed(model),
         num_compiled=num_compiled,
         pictures=_pictures(runner),
-        drafter=_described(config.speculation),
+        drafter=drafter,
     )
 
 
-def _described(section: SpeculationSection) -> str:
-    """Return EngineInfo.drafter."""
+def with_drafts(config: Config, served: LoadedModel, platform: str) -> tuple[Config, str]:
+    """Decide where drafts come from -> (the configuration with that method, EngineInfo.drafter).
+
+    auto takes a draft model only if it makes one row WORTH times as fast by the estimate from the models' sizes.
+    """
+    section, note = config.speculation, ""
+    if section.method == "auto":
+        if section.draft_model is not None:
+            draft = read_config(ModelFiles.open(locate(_of_draft_model(config))))
+            structure = build(draft, served.structure.activation_dtype)
+            sizes = _read_size(served.config, served.structure), _read_size(draft, structure)
+            gain = speedup(platform, *sizes, section.max_drafts)
+            if gain < WORTH:
+                return config.replace(speculation=_NO_DRAFTS), f"none: {section.draft_model} would make {gain:.2f} x"
+            note = f", by its size {gain:.1f} x for one row"
+        config = config.replace(speculation={"method": section.source})
+        section = config.speculation
     source = _source(section)
-    return f"{source}, at most {section.max_drafts} tokens a step" if source else ""
+    return config, f"{source}, at most {section.max_drafts} tokens a step{note}" if source else ""
+
+
+def _read_size(model: ModelConfig, structure: ModelStructure) -> Size:
+    """Return what a step of one token reads of a model."""
+    embedding = structure.specs[0]  # of which a token reads one row, unless it is the head too
+    unread = 0 if model.tie_word_embeddings else embedding.num_parameters * jnp.dtype(embedding.dtype).itemsize
+    experts = (1, 1) if model.moe is None else (model.moe.num_experts, model.moe.experts_per_token)
+    return Size(model.num_layers, structure.num_bytes - unread, experts)
 
 
 def _source(section: SpeculationSection) -> str | None:
     """Return where guesses come from, in words; "": there are none."""
     of_method = {"off": "", "ngram": "n-grams", "mtp": "the checkpoint's own head (MTP)"}
-    return of_method.get(section.method, section.draft_model)
+    return of_method.get(section.source, section.draft_model)
 
 
 def _pictures(runner: ModelRunner | EncoderRunner) -> PictureInfo | None:
@@ -315,6 +342,7 @@ def build_engine(
     check_handover(config, loaded.config, generates=model.generates)
     config = config if model.generates else config.replace(speculation=_NO_DRAFTS)
     config = config if early else config.replace(runtime={"wait_for_programs": True})
+    config, drafter = with_drafts(config, loaded, mesh.platform)
     draft = load_draft_model(config, loaded, files, mesh, send)
     vocab_size, eos_token_ids = loaded.config.vocab_size, model.eos_token_ids
     matchers = MatcherFactory(tokenizer.to_json(vocab_size), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -350,7 +378,7 @@ def build_engine(
     _load_adapters(core, config, runner, group)
     _restore_pages(core, runner)
     discard = list if runner.store is None else runner.store.discard
-    info = engine_info(config, model, runner, times, phases.seconds, compiles.count)
+    info = engine_info(config, model, runner, times, phases.seconds, compiles.count, drafter)
     compiles.close()
     weights = DeviceWeights(runner, loaded.structure)
     if group is not None:
@@ -464,7 +492,7 @@ def load_draft_model(
         as_published = {"quantization": "auto", "quantize_head": False, "max_model_len": None}
         if section.method == "eagle3":  # it reads the model's hidden states
             as_published["dtype"] = served.structure.activation_dtype.name
-        config = config.replace(model={"path": section.draft_model, "revision": section.draft_revision} | as_published)
+        config = _of_draft_model(config, as_published)
         files = ModelFiles.open(locate(config))
         found = with_taps(read_eagle(files), served.config) if section.method == "eagle3" else read_config(files)
         check_draft_model(found, served.config)
@@ -473,6 +501,12 @@ def load_draft_model(
     source, count = _source(section), section.max_drafts
     logger.info("speculation: %s proposes %d tokens a step, %s", source, count, _size(draft))
     return draft
+
+
+def _of_draft_model(config: Config, changes: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """Return the configuration with the draft model in the place of the model."""
+    section = config.speculation
+    return config.replace(model={"path": section.draft_model, "revision": section.draft_revision, **changes})
 
 
 def _own_head(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[ModelConfig, jnp.dtype]:
@@ -656,7 +690,7 @@ def _state_sizes(runner: ModelRunner | EncoderRunner) -> StateSizes | None:
 
 
 def _drafter(section: SpeculationSection, vocab_size: int) -> Drafter | None:
-    match section.method:
+    match section.source:
         case "off":
             return None
         case "ngram":

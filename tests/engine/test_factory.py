@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import Engine
 from jaxserve.config import Config
-from jaxserve.engine.factory import pages_name
+from jaxserve.engine.factory import pages_name, with_drafts
+from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.structure import build
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -29,6 +32,22 @@ def name(directory: Path, model: ModelConfig) -> str:
     mesh: Any = SimpleNamespace(devices=jax.devices(), tensor=1)
     resolved = RunnerConfig.resolve(config, model, "cpu", np.dtype(np.float32))
     return pages_name(config, resolved, loaded, mesh, directory)
+
+
+def test_a_draft_model_that_is_not_worth_its_time_is_left_out(tmp_path: Path) -> None:
+    """By the sizes, so that two starts decide alike. A method that is chosen is kept."""
+    directory = str(write_checkpoint(tmp_path, TINY_LLAMA, random_tensors(TINY_LLAMA, seed=1)))
+    served: Any = SimpleNamespace(
+        structure=build(from_hf(TINY_LLAMA), jnp.dtype("float32")), config=from_hf(TINY_LLAMA)
+    )
+    config, drafter = with_drafts(Config.of(draft_model=directory), served, "cpu")
+    assert (config.speculation.source, config.speculation.draft_model) == ("off", None)
+    assert drafter == f"none: {directory} would make 0.44 x"
+    served.config = served.config.replace(num_layers=400)
+    config, drafter = with_drafts(Config.of(draft_model=directory), served, "cpu")
+    assert config.speculation.method == "draft_model" and "at most 4 tokens a step, by its size 2.0 x" in drafter
+    chosen = Config.of(method="draft_model", draft_model=directory)
+    assert with_drafts(chosen, served, "cpu") == (chosen, f"{directory}, at most 4 tokens a step")
 
 
 def test_the_served_context_is_part_of_the_pages_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.engine.core import EngineCore
 from jaxserve.scheduler.speculation import PROBE
-from jaxserve.speculation.device import DeviceDrafts
+from jaxserve.speculation.device import DeviceDrafts, Size, speedup
 from jaxserve.types.scheduling import StepTimes
 from jaxserve.types.step import Request, SchedulerOutput
 from tests.fakes import (
@@ -47,6 +47,21 @@ def test_drafts_count_as_long_as_new_tokens_are_the_drafts() -> None:
     assert drafts.propose(request, 3) == []
     drafts.forget("a")
     assert drafts.propose(request, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "served", "draft", "gain"),
+    [
+        ("gpu", Size(36, 15_100_000_000), Size(28, 1_190_000_000), 1.23),  # Qwen3-8B and 0.6B
+        ("gpu", Size(80, 140_000_000_000), Size(32, 15_000_000_000), 1.6),  # Llama 70B and 8B
+        ("gpu", Size(48, 60_000_000_000, (128, 8)), Size(28, 1_190_000_000), 0.57),  # more tokens read more experts
+        ("gpu", Size(2, 10_000_000), Size(2, 10_000_000), 0.45),
+        ("cpu", Size(24, 270_000_000), Size(2, 2_000_000), 1.9),
+        ("cpu", Size(4, 13_200_000), Size(4, 13_200_000), 0.44),
+    ],
+)
+def test_the_speedup_follows_from_the_sizes(platform: str, served: Size, draft: Size, gain: float) -> None:
+    assert speedup(platform, served, draft, 4) == pytest.approx(gain, rel=0.1)
 
 
 def run(
