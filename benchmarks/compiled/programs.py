@@ -174,9 +174,9 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
 
 
 def tower_programs(target: DeviceMesh, **options: Any) -> Iterator[tuple[str, Program]]:
-    """Yield (name in the table, program) of the towers, of PICTURES all parts. options: as of `make_set`"""
+    """Yield (name in the table, program) of the towers, of PICTURES the mergers too. options: as of `make_set`"""
     for name in TOWERS:
-        parts = ("attend", "mlp", "start", "deep", "end") if name == PICTURES else ("attend", "mlp")
+        parts = ("attend", "mlp", "deep", "end") if name == PICTURES else ("attend", "mlp")
         wanted = {f"encode_{part}[{size}]" for part in parts for size in _PATCHES}
         encode = make_set(name, target, layers=_DEEP, **options).encode()
         yield from _named(name, *(each for each in encode if each.name in wanted))
@@ -222,7 +222,7 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
         layers = 1 if name == "DeepSeek-V3" else 2  # two have weights of 42 GiB, and the larger chip has 31
         yield from _named(name, make_set(name, target, attention="tpu", layers=layers).decode(64))
     for name in KINDS:
-        kind = make_set(name, target, attention="tpu")
+        kind = make_set(name, target, attention="tpu", layers=1 if name == "MiniMax-M2" else 2)  # two are 15 GB
         yield from _named(name, kind.decode(64), kind.extend(512))
     yield from tower_programs(target, attention="tpu")
     for name in STATES:

@@ -40,11 +40,16 @@ def test_every_program_of_the_table_compiles() -> None:
 
 
 def test_a_decode_step_is_one_graph() -> None:
+    # Loops over slices of a picture's patches, and over chunks of a recurrence, are not in the graph.
+    loops = {"encode_attend": (1, 4), "Qwen3.5-9B extend": (2, 1)}
+    # Heads of 512 columns at once: 64, 20 and 32 of them.
+    spills = {"DeepSeek-V3 extend[512]": 140, "GLM-4.7-Flash extend[512]": 12, "Kimi-Linear-48B-A3B extend[512]": 20}
     for name, found in table.load()["programs"].items():
-        assert (found["graphs"], found["outside_graphs"], found["cache_copies"]) == (1, 0, 0), name
+        graphs = next((counts for loop, counts in loops.items() if loop in name), (1, 0))
+        assert (found["graphs"], found["outside_graphs"], found["cache_copies"]) == (*graphs, 0), name
         assert not found["caches_not_in_place"], name
         spilled = sum(kernel["spilled_bytes"] for kernel in found["pallas"].values())
-        assert spilled <= (140 if name == "DeepSeek-V3 extend[512]" else 0), name  # 64 heads and 512 columns at once
+        assert spilled <= spills.get(name, 0), name
 
 
 # Programs that need more than the memory of one chip, 16 GB: for the weights of a layer of DeepSeek, and for the copies

@@ -89,7 +89,7 @@ def test_without_a_prefix_cache_no_state_is_kept() -> None:
 
 def test_what_a_state_excludes_is_named() -> None:
     sizes: dict[str, object] = {"states": StateSizes(40, INTERVAL, BORDER)}
-    changes: tuple[dict[str, object], ...] = ({"num_host_pages": 4}, {"max_drafts": 1}, {"page_size": 3})
+    changes: tuple[dict[str, object], ...] = ({"num_host_pages": 4}, {"page_size": 3})
     for change in (*changes, {"states": StateSizes(1, 8, 8)}):
         with pytest.raises(ConfigError):
             small_config(**(sizes | change))
