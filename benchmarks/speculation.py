@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import os
 import random
@@ -379,8 +378,9 @@ def compare(options: argparse.Namespace) -> None:
             end="",
         )
         print(f"; proposing drafts takes, in ms: {each}" if each else "", flush=True)
-    for prompts, rows in itertools.product(asked, options.rows):
-        _by_turns(cores, prompts, rows, options)
+    for prompts in asked:
+        for rows in options.rows:
+            _by_turns(cores, prompts, rows, options)
 
 
 def _by_turns(cores: dict[str, EngineCore], prompts: Prompts, rows: int, options: argparse.Namespace) -> None:

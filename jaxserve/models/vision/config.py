@@ -75,7 +75,7 @@ class VisionConfig:
         halves: tuple[PieceKind, ...] = ("attend", "mlp")
         found: list[tuple[PieceKind, int]] = []
         for block in range(self.depth):
-            found += [(half, block) for half in halves]
+            found.extend((half, block) for half in halves)
             if block in self.deepstack:
                 found.append(("deep", self.deepstack.index(block)))
         return (*found, ("end", 0))
