@@ -120,7 +120,7 @@ def test_experts_without_a_gate_are_those_whose_gate_does_not_count() -> None:
     expected = moe_reference(x, ids, weights, gated, lambda gate, up: relu2(up))
     for each in (None, _ragged_dot):
         assert jnp.allclose(moe(x, Chosen(ids, weights), plain, relu2, each), expected, atol=1e-3)
-    assert Products(experts="triton").of_experts(x.dtype, gated=False) is None
+    assert Products(experts="tpu").of_experts(x.dtype, gated=False) is None
     assert Products(experts="tpu").of_experts(jnp.bfloat16, gated=False) is None
 
 
