@@ -131,4 +131,7 @@ class DeviceAdapters:
 
 
 def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
+    if jax.process_count() > 1:  # where device_put would compare the array between hosts
+        return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
+    # A program of zeros would be compiled at a start with a bundle too.
+    return jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding, may_alias=False)
