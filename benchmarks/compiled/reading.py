@@ -18,7 +18,7 @@ import jax
 Reading = dict[str, Any]
 
 _THUNK = re.compile(r"^( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(\S*)(?:.*shared_memory: (\d+))?")
-_PALLAS = re.compile(r"paged_\w+|moe_\w+|linear_\w+|\w*_join\b")
+_PALLAS = re.compile(r"paged_\w+|moe_\w+|linear_\w+|\w*_join\b|recurrent_state\w*")
 _NO_WORK = {"kCommandBuffer", "kConditional", "kWhile", "kSequential"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.compiled import reading, table
-from benchmarks.compiled.programs import FAMILIES
+from benchmarks.compiled.programs import FAMILIES, STATES
 
 THUNKS = """\
 000: kCommandBuffer [source       | next=075 (1)]
@@ -54,7 +54,7 @@ def test_a_decode_step_is_one_graph() -> None:
 
 # Programs that need more than the memory of one chip, 16 GB: for the weights of a layer of DeepSeek, and for the copies
 # of experts that XLA keeps last.
-TOO_LARGE = {"v5e": ("gpt-oss-120b", "DeepSeek-V3"), "v6e": ()}
+TOO_LARGE = {"v5e": ("gpt-oss-120b", "DeepSeek-V3", "MiMo-V2-Flash"), "v6e": ()}
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
@@ -63,17 +63,23 @@ def test_a_tpu_holds_its_caches_in_place(chip: str) -> None:
     assert {f"{name} decode[64]" for name in FAMILIES} <= set(programs)
     assert {f"Llama-3.1-8B {rest}" for rest in ("decode[1]", "in int8 decode[1]", "extend[512]")} <= set(programs)
     for name, found in programs.items():
-        if name.partition(" decode")[0] in TOO_LARGE[chip]:
+        model, program = name.rsplit(" ", 1)
+        if model in TOO_LARGE[chip]:
             assert "RESOURCE_EXHAUSTED" in found["error"], name
             continue
         assert "error" not in found, name
-        assert found["pallas_calls"] >= 2 and not found["caches_not_in_place"], name
+        # Towers are products of XLA, and of a model with states one of the two layers attends.
+        least = 0 if program.startswith("encode") else 1 if model in STATES else 2
+        assert found["pallas_calls"] >= least and not found["caches_not_in_place"], name
         # Not mended: XLA keeps scales in another order than the kernel reads, and copies those of each layer twice. It
         # copies the cache of heads of 64 numbers three times a layer, that of a single head once, that of latent rows
-        # twice, and that of a step of 2,048 tokens once.
+        # twice, that of keys wider than values three times, that of a step of 2,048 tokens once, and states and their
+        # rings two to three times a layer.
         known = {"Llama-3.1-8B with int8 pages": 4, "gpt-oss-120b": 6, "gpt-oss-120b in mxfp4": 6}
-        known |= {"Gemma-3-1B": 2, "DeepSeek-V3": 2}
-        copies = {f"{model} decode[64]": count for model, count in known.items()}
+        known |= {"Gemma-3-1B": 2, "DeepSeek-V3": 2, "LFM2-1.2B": 2, "Kimi-Linear-48B-A3B": 5}
+        known |= {"MiMo-V2-Flash": 6, "GLM-4.7-Flash": 4, "Mistral-Small-4": 4}
+        known |= {state: 3 for state in STATES if state not in known}
+        copies = {f"{each} {step}": count for each, count in known.items() for step in ("decode[64]", "extend[512]")}
         copies |= {f"Llama-3.1-8B W8A8 {products} extend[2048]": 2 for products in ("exact", "rounded")}
         assert found["cache_copies"] <= copies.get(name, 0), name
 
