@@ -31,7 +31,7 @@ HF = json.loads((DEMO / "config.json").read_text())
 def as_mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mtp") / "with-head"
     shutil.copytree(DEMO, directory)
-    hf = HF | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    hf = HF | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "attention_bias": True}
     (directory / "config.json").write_text(json.dumps(hf))
     tensors = load_file(DEMO / "model.safetensors")
     for name in list(tensors):
