@@ -208,8 +208,10 @@ class ProgramSet:
     def zeros(self, family: str, size: int, longest: int) -> np.ndarray:
         """Return the packed input of a first run. longest: most tokens of a sequence"""
         packed = np.zeros(self.packed_size(family, size), np.int32)
-        if family == "extend":  # tokens of one row: without them no attention runs
-            packed[2 * self.extend_rows(size)] = min(size, longest)
+        if family == "extend":  # tokens of one row: without them no attention runs; the other rows are absent
+            rows = self.extend_rows(size)
+            packed[1:rows] = self.shapes.state.num_slots
+            packed[2 * rows] = min(size, longest)
         if family == "draft":
             packed[size:] = longest
         return packed

@@ -350,6 +350,16 @@ def test_pages_beyond_the_context_may_hold_anything(runner: ModelRunner) -> None
     assert scheduler.generate([scheduler.add([1, 2, 3, 4, 5], GREEDY)], 10) == expected
 
 
+def test_first_runs_leave_no_position_before_the_first(runner: ModelRunner) -> None:
+    """A kernel of recurrent states in C would read the inputs of such a token from nowhere."""
+    try:
+        for family, size in runner.sizes():
+            runner.timed_run(family, size)
+            assert np.asarray(runner.state.position).min() >= 0, (family, size)
+    finally:
+        runner.rebuild()
+
+
 def test_a_row_that_is_not_finite_fails_alone(runner: ModelRunner) -> None:
     scheduler = HandScheduler(runner)
     seqs = [scheduler.add(prompt, GREEDY) for prompt in prompts(3, seed=12, longest=8)]
