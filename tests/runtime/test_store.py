@@ -21,6 +21,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.errors import ConfigError
+from jaxserve.ops.state import StateArrays
 from jaxserve.runtime import fingerprint as fingerprints
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all
@@ -55,7 +56,8 @@ def mesh() -> DeviceMesh:
 
 def function(x: jax.Array, table: dict[str, jax.Array], unused: jax.Array) -> Any:
     tokens = x @ table["a"]
-    return {"sampled": Sampled(tokens, table["b"]), "pair": (x + 1, None)}
+    states = [StateArrays(None, x), StateArrays(x + 2, tokens)]
+    return {"sampled": Sampled(tokens, table["b"]), "pair": (x + 1, None), "states": states}
 
 
 def program(mesh: DeviceMesh, rows: int = 4, **changes: Any) -> Program:

@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.errors import JaxserveError
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
+from jaxserve.ops.state import StateArrays
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.runtime.sampling.slots import SlotState
@@ -204,18 +205,19 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 def _node_classes() -> Mapping[str, type[Any]]:
     """Return the classes that a result may have, by name. No other class is ever made from a file."""
-    return {cls.__name__: cls for cls in (SlotState, Sampled, Verified, ScaledPages)}
+    return {cls.__name__: cls for cls in (SlotState, Sampled, Verified, ScaledPages, StateArrays)}
 
 
 def _describe(tree: Any) -> list[Any]:
     if tree is None:
         return ["none"]
-    if isinstance(tree, tuple | list):
+    if type(tree) in (tuple, list):
         return [type(tree).__name__, *map(_describe, tree)]
     if isinstance(tree, dict):
         return ["dict", list(tree), *map(_describe, tree.values())]
     if type(tree).__name__ in _node_classes():
-        return [type(tree).__name__, *(_describe(getattr(tree, f.name)) for f in dataclasses.fields(tree))]
+        fields = tree if isinstance(tree, tuple) else [getattr(tree, f.name) for f in dataclasses.fields(tree)]
+        return [type(tree).__name__, *map(_describe, fields)]
     if isinstance(tree, int):
         return ["leaf"]
     raise ProgramFormatError(f"it returns a {type(tree).__name__}")
