@@ -9,8 +9,8 @@ PEER is an environment with vLLM for CPUs; without it we are measured alone. Pro
 rank 16, which the rows have by turns. Behind them is the floor of a batch without adapters, see `floors`: the
 products of all prompt tokens, and a step for each other token. Each round runs all sides in processes of their own, by
 turns, and each takes the best of its tries. vLLM rounds the activations of bfloat16 weights to bfloat16, which is our
-`runtime.activations: rounded`. Prints output tokens a second and the ratios to vLLM. The end of what vLLM said stands
-there if it does not serve the model.
+`runtime.activations: rounded`; it is left out on a processor that cannot. Prints output tokens a second and the ratios
+to vLLM. The end of what vLLM said stands there if it does not serve the model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from benchmarks.adapters import write_adapter
 from benchmarks.beside_llamacpp.__main__ import FORMS, OUTPUT, PROMPT, engine_of
 from benchmarks.floors import Machine, decode_floor, measure_machine, model_size, prefill_floor
 from jaxserve import SamplingParams
+from jaxserve.ops import native
 
 _PEER = Path(__file__).with_name("peer.py")
 _CACHE_GIB = "2"  # vLLM's KV cache
@@ -96,7 +99,8 @@ def _round(options: argparse.Namespace, form: str, number: int, floors: list[flo
     program = "benchmarks.beside_vllm" if options.adapters else "benchmarks.beside_llamacpp"
     mine = [sys.executable, "-m", program, options.model, "--rows", *rows, "--tries", str(options.tries)]
     mine += ["--prompt", str(options.prompt), "--output", str(options.output), "--only", form]
-    ends = {name: [name, adapters] if options.adapters else ["--products", name] for name in _SIDES[form]}
+    sides = [name for name in _SIDES[form] if name == "exact" or native.can_round(jnp.dtype("bfloat16"))]
+    ends = {name: [name, adapters] if options.adapters else ["--products", name] for name in sides}
     own = {name: _rates([*mine, *end], len(rows)) for name, end in ends.items()}
     numbers = [str(options.prompt), str(options.output), str(options.tries), *rows]
     other = []
