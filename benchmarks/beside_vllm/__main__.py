@@ -111,9 +111,9 @@ def _round(options: argparse.Namespace, form: str, number: int, floors: list[flo
             print(f"vLLM: {error.stderr[-600:]}")
     for index, count in enumerate(options.rows):
         ratios = {name: f" ({rates[index] / other[index]:.2f})" if other else "" for name, rates in own.items()}
-        rates = ", ".join(f"{name} {own[name][index]:.1f}{ratios[name]}" for name in own)
-        peer = f"; vLLM {other[index]:.1f}" if other else ""
-        print(f"{form:5} {count:3} rows, round {number}: {rates}{peer}; floor {floors[index]:.1f}", flush=True)
+        rates = ", ".join(f"{name} {own[name][index]:.3g}{ratios[name]}" for name in own)
+        peer = f"; vLLM {other[index]:.3g}" if other else ""
+        print(f"{form:5} {count:3} rows, round {number}: {rates}{peer}; floor {floors[index]:.3g}", flush=True)
 
 
 def _rates(command: list[str], count: int) -> list[float]:
