@@ -393,8 +393,7 @@ class Scheduler:
             step.add_chunk(request, num_tokens)
 
     def _dispatch(self, step: StepBuilder) -> SchedulerOutput:
-        output = step.build()
-        output.adapter_writes.update(self.adapters.take_writes())
+        output = step.build(self.adapters.take_writes())
         self._step = step.number
         self.in_flight.add(output, step.requests)
         if self._tenants.counts:

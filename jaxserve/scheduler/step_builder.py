@@ -218,8 +218,11 @@ class StepBuilder:
     def has_prompt(self) -> bool:
         return len(self.rows) > self._num_decode_rows
 
-    def build(self) -> SchedulerOutput:
-        """Return the step, with the page copies that it needs and the pictures that it encodes."""
+    def build(self, adapter_writes: dict[int, str]) -> SchedulerOutput:
+        """Return the step, with the page copies that it needs and the pictures that it encodes.
+
+        adapter_writes: as in SchedulerOutput
+        """
         encodes = []
         if self._pictures is not None:
             for request in self.requests[self._num_decode_rows :]:
@@ -235,6 +238,7 @@ class StepBuilder:
             self._draft_room,
             self._kv.take_page_moves(),
             encodes,
+            adapter_writes,
         )
 
 

@@ -129,11 +129,11 @@ class PageMove(msgspec.Struct, frozen=True, gc=False):
     group: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step for the device: decode rows (one token each, and drafts) first, then prefill chunks.
 
-    Only a step without chunks has drafts. A step without rows only moves pages or encodes pictures.
+    Only a step without chunks has drafts. A step without rows only moves pages or encodes pictures. A Struct as its
+    rows are: it is made in 0.2 us; a frozen dataclass takes 3.4 us.
     """
 
     step: int
@@ -141,13 +141,13 @@ class SchedulerOutput:
     num_decode_rows: int
     slot_inits: list[SlotInit]  # applied before the rows run
     # page tables of the layer groups from 1 on; entries before the first page that a row sees have no meaning
-    table_updates: list[TableUpdate] = field(default_factory=list)
+    table_updates: list[TableUpdate] = []
     num_drafts: int = 0  # drafts of all rows
     # number of tokens that fit the pages of each row, if the device proposes drafts after the step; []: it does not
-    draft_room: list[int] = field(default_factory=list)
-    page_moves: list[PageMove] = field(default_factory=list)  # made before the rows run, in this order
-    encodes: list[EncodePart] = field(default_factory=list)  # run after the rows, in this order
-    adapter_writes: dict[int, str] = field(default_factory=dict)  # slot of the devices' adapters -> digest, as above
+    draft_room: list[int] = []
+    page_moves: list[PageMove] = []  # made before the rows run, in this order
+    encodes: list[EncodePart] = []  # run after the rows, in this order
+    adapter_writes: dict[int, str] = {}  # slot of the devices' adapters -> digest, as above
 
     @property
     def num_tokens(self) -> int:
