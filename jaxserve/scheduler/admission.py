@@ -388,8 +388,10 @@ class Admitter:
         return awaits
 
     def _may_find_room(self) -> bool:
+        if not self._waiting:
+            return False
         if self._tenants.some_may_start(self._kv.num_free_slots):
-            return len(self._waiting) > 0
+            return True
         best = self._waiting.best_priority
         return best is not None and self._preemption.could_help(best)
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 import msgspec
+import numpy as np
 
 from jaxserve.errors import InvalidValueError
 from jaxserve.kv.kv_manager import KVManager
@@ -400,7 +401,7 @@ class Scheduler:
             self._tenants.charge(output.rows, step.requests)
         num_decodes, chunks = output.num_decode_rows, output.rows[output.num_decode_rows :]
         num_first = sum(row.samples and not row.embed for row in chunks)
-        self._num_chunk_tokens = output.num_tokens - num_decodes
+        self._num_chunk_tokens = sum(row.num_tokens for row in chunks)
         self.counters.count_step(self._num_chunk_tokens, num_decodes + num_first)
         if num_decodes:
             self._ratio.decay()
@@ -440,14 +441,12 @@ class Scheduler:
         self._last_read = output.step
         self.counters.encode_seconds += sampled.encode_seconds
         fine, outputs = int(RowStatus.FINE), []
-        token_ids, num_valid, status = (a.tolist() for a in (sampled.token_ids, sampled.num_valid, sampled.status))
+        token_ids, num_valid, status = sampled.token_ids.tolist(), sampled.num_valid.tolist(), sampled.status.tolist()
         logprobs = None if sampled.logprobs is None else StepLogprobs(sampled, output.rows)
         first_chunk = output.num_decode_rows
         for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
-            if row.prompt_logprobs is not None or request.prompt_extras is not None:
-                gather_prompt_outputs(request, row, i, sampled)
-            if i >= first_chunk and status[i] != RowStatus.NOT_FINITE:
-                self._progress.share_chunk(request, row)
+            if i >= first_chunk:
+                self._read_chunk(request, row, i, sampled)
             most = 1 + len(row.drafts) if row.drafts else 1
             if samples := row.samples:
                 request.num_inflight_tokens -= most
@@ -471,10 +470,17 @@ class Scheduler:
                     result.logprobs = logprobs.of_row(i, result.token_ids, row.logprobs)
                     add_extras(result, row, i, sampled.extras)
                 outputs.append(result)
-        self._take_drafts(requests, sampled)
+        if sampled.drafts is not None:
+            self._take_drafts(requests, sampled.num_valid, sampled.drafts)
         self._progress.advance_groups(output.rows, requests)
         self.kv.retire(output.step)
         return outputs
+
+    def _read_chunk(self, request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
+        """Store the values of a chunk's prompt tokens that the request asks for. Share its pages if it is finite."""
+        gather_prompt_outputs(request, row, index, sampled)
+        if sampled.status[index] != RowStatus.NOT_FINITE:
+            self._progress.share_chunk(request, row)
 
     def _accept(self, request: Request, row: ScheduledRow, new: list[int], now: float) -> TokenOutput:
         """Append a row's tokens and check whether they end the request."""
@@ -495,13 +501,12 @@ class Scheduler:
             report_first(request, result, now, self.counters)
         return result
 
-    def _take_drafts(self, requests: list[Request], sampled: SampledTokens) -> None:
-        """Keep the drafts that the device proposed for the rows that yielded a token."""
-        if sampled.drafts is None or self._speculation is None:
-            return
-        for request, count, drafts in zip(requests, sampled.num_valid, sampled.drafts, strict=True):
+    def _take_drafts(self, requests: list[Request], num_valid: np.ndarray, drafts: np.ndarray) -> None:
+        """Keep the drafts that the device proposed for the rows that yielded a token. The arrays: see SampledTokens"""
+        assert self._speculation is not None
+        for request, count, proposed in zip(requests, num_valid, drafts, strict=True):
             if count and request.status is RequestStatus.RUNNING:
-                self._speculation.take(request, drafts.tolist())
+                self._speculation.take(request, proposed.tolist())
 
     def _end_with_embedding(self, request: Request, row: int, sampled: SampledTokens, now: float) -> TokenOutput:
         assert sampled.embeddings is not None
