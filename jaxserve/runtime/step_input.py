@@ -22,11 +22,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxserve.runtime.sampling.extras import DeviceExtras, spread
@@ -42,8 +43,7 @@ FROM_DEVICE = -1
 _HEADER = 2  # flags of the head: log-probabilities wanted (2: candidates too), bitmask valid
 
 
-@dataclass(frozen=True)
-class PageUpdates:
+class PageUpdates(msgspec.Struct, frozen=True, gc=False):
     """Page-table entries to write, as three lists of equal length."""
 
     slots: list[int]
@@ -385,8 +385,7 @@ class PromptChunk(NamedTuple):
     id_logprobs: jax.Array | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepOutputs:
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a step of R rows except its tokens. Arrays are on the device.
 
     logprobs        whether `Sampled.logprobs` are requested
@@ -397,7 +396,7 @@ class StepOutputs:
     """
 
     logprobs: bool = False
-    prompt: Mapping[int, list[PromptChunk]] = field(default_factory=dict)
+    prompt: Mapping[int, list[PromptChunk]] = {}
     pooled: Sequence[Pooled] = ()
     finite: jax.Array | None = None
     extras: DeviceExtras | None = None
