@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from flax import nnx
 
@@ -308,4 +309,4 @@ class EncodingStep:
         found = self._step.result()
         began = time.perf_counter()
         self._done.block_until_ready()
-        return dataclasses.replace(found, encode_seconds=time.perf_counter() - began)
+        return msgspec.structs.replace(found, encode_seconds=time.perf_counter() - began)

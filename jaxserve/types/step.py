@@ -165,8 +165,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
         return [row.request_id for row in self.rows if row.slot in slots] if slots else []
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """The results of a step on the host: R rows as in SchedulerOutput.rows, at most Q tokens per row.
 
     Entries of rows with samples=False have no meaning, except `status`: it says whether the hidden states of the

@@ -1,6 +1,5 @@
 """What a step's arrays become: extra outputs of a token, and those of a prompt over chunks and preemptions."""
 
-import dataclasses
 
 import msgspec
 import numpy as np
@@ -133,7 +132,7 @@ def test_a_prompts_entries_end_with_the_prompt() -> None:
     assert part.logprobs is not None and part.ranks is not None
     assert part.top_ids is not None and part.top_logprobs is not None
     arrays = (part.logprobs[:, 0], part.ranks[:, 0], part.top_ids[:, 0], part.top_logprobs[:, 0])
-    chunk = dataclasses.replace(part, prompt_logprobs={0: arrays})
+    chunk = msgspec.structs.replace(part, prompt_logprobs={0: arrays})
     asks = msgspec.structs.replace(row(3, 4), prompt_logprobs=1)
     gather_prompt_outputs(made, asks, 0, chunk)
     assert made.prompt_logprobs == [
