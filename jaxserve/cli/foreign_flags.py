@@ -406,7 +406,8 @@ ROWS: list[tuple[str, Answer]] = [
      NoEffect("/metrics has histograms of requests")),
     ("--return-tokens-as-token-ids! --return-input-ids! --return-output-ids! --enable-return-hidden-states! "
      "--return-hidden-states-mode --enable-return-routed-experts! --return-sampling-mask! --sampling-mask-max-tokens "
-     "--enable-streaming-session! --enable-prompt-embeds!", _PER_REQUEST),
+     "--enable-streaming-session!", _PER_REQUEST),
+    ("--enable-prompt-embeds!", Refused("leave it out: prompts are texts or token ids, and no tensors are accepted")),
     ("--enable-return-aux-hidden-states! --return-aux-hidden-state-layer-ids --aux-output-config",
      Refused("leave it out: requests may ask for the last layer's hidden states")),
     ("--max-logprobs", NoEffect("requests may ask for 20", tuple(map(str, range(21))),
