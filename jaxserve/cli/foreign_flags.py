@@ -438,7 +438,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--enable-watermark! --watermark --watermark-config", Refused("write --server.watermark-key N, a secret number")),
 
     # logs and metrics
-    ("--log-level", Key("logging.level", words=_LEVELS)),
+    ("--log-level", Key("logging.level", words=_LEVELS, convert=str.lower)),
     ("--log-requests! --enable-log-requests!", Key("logging.requests", const="true")),
     ("--disable-log-requests!", Key("logging.requests", const="false")),
     ("--disable-log-stats!", Key("logging.stats_interval", const="604800")),

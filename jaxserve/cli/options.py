@@ -130,6 +130,17 @@ def _table() -> tuple[dict[str, tuple[Answer, bool]], list[tuple[str, Answer]]]:
     return exact, beginnings
 
 
+def own_word(name: str, value: str) -> str:
+    """Return the value of a key by the name that it has here. `name` has no section: dtype, half -> float16.
+
+    A value of the key's own stays: of quantization, none is not the other engines' word for auto.
+    """
+    answer, _ = _table()[0].get(f"--{name.replace('_', '-')}", (None, False))
+    if not isinstance(answer, Key) or answer.key.partition(".")[2] != name or value in _words_of(answer.key):
+        return value
+    return answer.words.get(value.lower(), value)
+
+
 def key_flags() -> dict[str, str]:
     """Return {flag: key} of all flags whose name is not their key."""
     return {name: answer.key for name, (answer, _) in _table()[0].items() if isinstance(answer, Key)}

@@ -644,6 +644,7 @@ def _is_id(value: object) -> bool:
 def content_of(prompt: Any) -> str | list[int]:
     """Return the text or the token ids of a prompt. Raises InvalidValueError for anything else."""
     if isinstance(prompt, Mapping):
+        prompt = {name: value for name, value in prompt.items() if value is not None}  # as multi_modal_data of a text
         if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
             message = (
                 f"a prompt that is a mapping has prompt or prompt_token_ids; this one has {sorted(map(str, prompt))}"

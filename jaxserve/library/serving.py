@@ -15,9 +15,9 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from jaxserve.cli.options import parse_flags
+from jaxserve.cli.options import own_word, parse_flags
 from jaxserve.client.link import EngineLink
 from jaxserve.config import RENAMED, Config, known_keys
 from jaxserve.errors import ConfigError, JaxserveError
@@ -48,16 +48,17 @@ def config_of(model: str | None, keys: Mapping[str, Any], config: Config | None 
     """Build a Config from keys without their section, and from arguments of vLLM's LLM and SGLang's Engine.
 
     config: the whole configuration, in place of all other arguments
-    An argument without effect here is logged. Raises ConfigError for a name that neither has, or one that is refused.
+    An argument without effect here is logged. An argument of theirs that is None or empty, and a key that is None and
+    cannot be null, are as if absent. Raises ConfigError for a name that neither has, or one that is refused.
     """
     if config is not None:
         if given := [*(["model"] if model is not None else []), *keys]:
             raise ConfigError(f"config is given, and {', '.join(given)} beside it", fix="set all of them in the config")
         return config
-    own = {key.partition(".")[2] for key in [*known_keys(), *RENAMED]}
+    own = {key.partition(".")[2]: known_keys()[RENAMED.get(key, key)] for key in [*known_keys(), *RENAMED]}
     peers = {f"--{name.replace('_', '-')}": name for name in keys if name not in own}
     try:
-        flags = parse_flags(f"{flag}={_word(keys[name])}" for flag, name in peers.items() if keys[name] is not None)
+        flags = parse_flags(f"{flag}={_word(keys[name])}" for flag, name in peers.items() if _is_given(keys[name]))
     except ConfigError as error:
         raise ConfigError(_as_arguments(str(error)), fix=_as_arguments(error.fix or "") or None) from None
     for notice in flags.notices:
@@ -65,7 +66,12 @@ def config_of(model: str | None, keys: Mapping[str, Any], config: Config | None 
     given = flags.values.pop("model.path", None)
     if model is not None and given not in (None, model):
         raise ConfigError(f"two models are given, {model} and {given}", fix="leave one out")
-    config = Config.of(given if model is None else model, **{name: keys[name] for name in keys if name in own})
+    values = {name: own_word(name, value) if isinstance(value, str) else value for name, value in keys.items()}
+    nulls = {name for name, field in own.items() if type(None) in get_args(field.annotation)}
+    config = Config.of(
+        given if model is None else model,
+        **{name: value for name, value in values.items() if name in (own if value is not None else nulls)},
+    )
     sections: dict[str, dict[str, Any]] = {}
     for key, value in flags.values.items():
         section, _, name = key.partition(".")
@@ -75,9 +81,14 @@ def config_of(model: str | None, keys: Mapping[str, Any], config: Config | None 
     return config.replace(**sections)
 
 
+def _is_given(value: Any) -> bool:
+    """Whether another engine's argument asks for anything: their defaults are None and empty mappings and lists."""
+    return value is not None and not (isinstance(value, dict | list | tuple) and not value)
+
+
 def _word(value: Any) -> str:
-    """Return a value as a word of a command line."""
-    return json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
+    """Return a value as a word of a command line. What is no JSON, such as a class, is shown as a text."""
+    return json.dumps(value, default=str) if isinstance(value, bool | dict | list) else str(value)
 
 
 def _as_arguments(text: str) -> str:

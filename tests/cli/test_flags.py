@@ -95,6 +95,7 @@ def test_no_row_is_of_no_use() -> None:
         ("--disable-log-requests", "logging.requests", False),
         ("--no-enable-log-requests", "logging.requests", False),
         ("--log-level critical", "logging.level", "error"),
+        ("--log-level DEBUG", "logging.level", "debug"),
         ("--schedule-conservativeness 0.5", "scheduler.new_token_ratio", 0.35),
         ("--shutdown-timeout 5", "server.drain_timeout", 5),
         ("--port 1 --port 2", "server.port", 2),

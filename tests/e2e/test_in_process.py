@@ -333,6 +333,7 @@ def test_prompts_in_the_forms_of_other_engines(engine: Engine) -> None:
         {"prompt_token_ids": ids},
         {"prompt_token_ids": np.array(ids)},
         {"prompt": "Once upon a time"},
+        {"prompt": "Once upon a time", "multi_modal_data": None},
         [{"prompt_token_ids": ids}],
         [np.array(ids)],
         np.array([ids]),
@@ -532,7 +533,17 @@ def test_an_engine_takes_the_arguments_of_others(caplog: pytest.LogCaptureFixtur
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     config = config_of("DIR", {"speculative_config": drafts})
     assert (config.speculation.method, config.speculation.num_speculative_tokens) == ("ngram", 3)
+    values = {"dtype": "half", "load_format": "dummy", "quantization": "awq", "device": "cuda", "log_level": "DEBUG"}
+    config = config_of("DIR", values | {"max_num_seqs": None, "hf_overrides": {}, "pooler_config": None})
+    assert (config.model.dtype, config.model.load_format, config.model.quantization) == ("float16", "random", "auto")
+    assert (config.mesh.device, config.logging.level, config.scheduler.max_num_seqs) == ("gpu", "debug", "auto")
+    config = config_of("DIR", {"quantization": "none", "compile_cache": None})
+    assert (config.model.quantization, config.runtime.compile_cache) == ("none", None)
     for keys, message in (
+        ({"load_format": "tensorizer"}, "model.load_format: should be 'auto', 'safetensors' or 'random'"),
+        ({"logits_processors": [str]}, "logits_processors is no argument"),
+        ({"hf_overrides": {"architectures": []}}, "hf_overrides is no argument"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds is no argument"),
         ({"tensor": 1, "tensor_parallel_size": 2}, "given twice"),
         ({"enable_lora": True}, "enable_lora is no argument"),
         ({"tensor_paralel_size": 2}, "unknown argument tensor_paralel_size"),
