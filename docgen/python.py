@@ -32,8 +32,9 @@ about weights that are replaced while the engine serves.
 
 ## From vLLM and SGLang
 
-The constructor takes their arguments that mean the same (`tensor_parallel_size`, `mem_fraction_static`, ...); one that
-has no effect here is logged, any other is an error that says what to do ([flags.md](flags.md) lists all).
+The constructor takes their arguments that mean the same (`tensor_parallel_size`, `dtype="half"`, ...); one that is None
+is as if it were absent, one that has no effect here is logged, and any other is an error that says what to do
+([flags.md](flags.md) lists all).
 
 | there | here |
 |---|---|
@@ -52,7 +53,7 @@ has no effect here is logged, any other is an error that says what to do ([flags
 | `engine.generate(prompts, {"max_new_tokens": 8})` | the same; an answer is a list of completions, not a dict |
 | `engine.generate(prompt=...)`, `engine.generate(input_ids=...)` | the same; others say what to use |
 | `engine.async_generate`, `AsyncLLM` | `AsyncEngine`, with the methods of `Engine`; `generate` streams |
-| `engine.encode(texts)` | `embed(texts)` |
+| `engine.encode(texts)` | `embed(texts)`, or `classify(texts)` for labels |
 | `engine.update_weights_from_tensor(...)` | `update_weights(...)` with pairs of names and arrays |
 | `engine.shutdown()` | the same; also `close()`, or `with Engine(...) as engine:` |
 """

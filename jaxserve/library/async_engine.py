@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any, Literal, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 import msgspec
 import numpy as np
@@ -27,12 +27,23 @@ from jaxserve.client.async_engine import GenerateOptions
 from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.engine.engine import Params, Prompt, content_of, params_for, takes_other_names
-from jaxserve.errors import InvalidValueError, ServerError
+from jaxserve.errors import InvalidValueError, NotReadyError, ServerError
 from jaxserve.library.routes import Routes, chat_fields, chunk_of, each_of, fields_of_all, shown_progress
 from jaxserve.library.serving import config_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.calls import LoadAdapter, UnloadAdapter
 from jaxserve.types.messages import AdapterStatus
+
+# methods that vLLM's AsyncLLM and SGLang's Engine have and ours lacks -> what to use instead
+INSTEAD = {
+    "add_lora": "load_adapter(name, path)",
+    "async_generate": "generate(prompt, params), which streams",
+    "encode": "embed(texts), or classify(texts) for labels; no values of single tokens are given",
+    "get_tokenizer": "tokenizer",
+    "pause_generation": "call(Pause()), of jaxserve.types.calls",
+    "resume_generation": "call(Resume()), of jaxserve.types.calls",
+    "shutdown": "stop(), which is awaited, or async with AsyncEngine(...) as engine",
+}
 
 
 class AsyncEngine(async_engine.AsyncEngine):
@@ -54,7 +65,20 @@ class AsyncEngine(async_engine.AsyncEngine):
         name, whole = (None, model) if isinstance(model, Config) else (model, config)
         super().__init__(config_of(name, keys, whole), link)
         self._routes: asyncio.Future[Routes] | None = None
-        self._stopped = False
+        self._started = self._stopped = False
+
+    if not TYPE_CHECKING:  # a type checker reports unknown names by itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, for a peer's name with ours."""
+            if name in INSTEAD:
+                raise AttributeError(f"AsyncEngine has no {name}: use {INSTEAD[name]}", name=name, obj=self)
+            return super().__getattribute__(name)  # again, because it raised: it says which name was missing
+
+    async def start(self, *, wait: bool = True) -> None:
+        """Start the engine; with `wait`, return when it is ready. Raises ConfigError if it cannot start."""
+        self._started = True
+        await super().start(wait=wait)
 
     async def __aenter__(self) -> Self:
         try:
@@ -82,13 +106,18 @@ class AsyncEngine(async_engine.AsyncEngine):
 
     async def _ready_routes(self) -> Routes:
         """Return the routes, which the first call makes in a thread."""
-        if self._stopped:
-            raise ServerError("the engine is stopped")
+        self._check_started()
         self.check_ready()
         if self._routes is None:
             engine = cast("EngineProtocol", self)  # `generate` takes token ids as there, and texts too
             self._routes = asyncio.ensure_future(asyncio.to_thread(Routes, engine))
         return await asyncio.shield(self._routes)
+
+    def _check_started(self) -> None:
+        if self._stopped:
+            raise ServerError("the engine is stopped")
+        if not self._started:
+            raise NotReadyError("the engine is not started: write `async with AsyncEngine(...) as engine`")
 
     @takes_other_names
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]  # it takes texts too
@@ -104,6 +133,7 @@ class AsyncEngine(async_engine.AsyncEngine):
             raise InvalidValueError(f"generate has no {unknown[0]}", param=unknown[0])
         (own,) = params_for([prompt], params)
         given = content_of(prompt)
+        self._check_started()
         if name := options.get("adapter"):  # the routes give the digest
             digests = {each.name: each.digest for each in self.stats().adapters}
             options["adapter"] = digests.get(name, name)

@@ -40,10 +40,15 @@ from jaxserve.types.sampling import SamplingParams
 
 # methods and attributes that vLLM's LLM and SGLang's Engine have and ours lacks -> what to use instead
 INSTEAD = {
+    **dict.fromkeys(("apply_model", "collective_rpc"), "runner, which has the arrays and the compiled programs"),
+    **dict.fromkeys(("flush_cache", "reset_prefix_cache"), "core.flush_prefix_cache()"),
+    **dict.fromkeys(
+        ("start_profile", "stop_profile"), "jax.profiler.trace(directory), which records what runs inside it"
+    ),
     "async_generate": "AsyncEngine, whose generate(prompt, params) streams",
     "beam_search": "chat(messages, use_beam_search=True, n=...)",
-    "collective_rpc": "runner, which has the arrays and the compiled programs",
-    "encode": "embed(texts)",
+    "encode": "embed(texts), or classify(texts) for labels; no values of single tokens are given",
+    "get_metrics": "core.stats()",
     "get_tokenizer": "tokenizer",
     "has_unfinished_requests": "has_unfinished, which is no method",
     "llm_engine": "add_request(prompt, params, request_id=...) and step()",

@@ -1,6 +1,7 @@
 """AsyncEngine: the answers of the routes in a program's own event loop. The engine is the fake of the API's tests."""
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from jaxserve import AsyncEngine, SamplingParams
 from jaxserve.config import Config
-from jaxserve.errors import ConfigError, InvalidValueError, ServerError
+from jaxserve.errors import ConfigError, InvalidValueError, NotReadyError, ServerError
+from jaxserve.library.async_engine import INSTEAD
 from jaxserve.types.calls import LoadAdapter, UnloadAdapter
 from jaxserve.types.messages import AdapterStatus, EngineStats, Outputs, Ready
 
@@ -93,6 +95,23 @@ def test_an_adapter_has_a_name() -> None:
                 await engine.load_adapter("sql", {})  # type: ignore[arg-type]
             loaded = LoadAdapter("sql", str(Path("adapters/sql").absolute()), replace=True, pinned=True)
             assert [each.call for each in link.calls] == [loaded, UnloadAdapter("sql")]
+
+    asyncio.run(main())
+
+
+def test_names_of_other_engines_are_answered_with_ours() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(Config(), FakeLink())
+        for name, ours in INSTEAD.items():
+            with pytest.raises(AttributeError, match=f"AsyncEngine has no {name}: use {re.escape(ours)}"):
+                getattr(engine, name)
+            assert hasattr(AsyncEngine, re.split(r"\W", ours)[0]), name
+        assert not hasattr(engine, "no_such")
+        for ask in (lambda: engine.generate("Hello"), lambda: engine.generate([5, 6])):
+            with pytest.raises(NotReadyError, match="not started: write `async with"):
+                ask()
+        with pytest.raises(NotReadyError, match="not started"):
+            await engine.chat(MESSAGES)
 
     asyncio.run(main())
 
