@@ -73,6 +73,7 @@ INSTEAD = {
     "PoolingParams": "give its fields to Engine.embed, as in embed(texts, dimensions=...)",
     "ProfilerConfig": "leave it out: jax.profiler.trace(directory) records what runs inside it",
     "RequestOutputKind": "leave it out: AsyncEngine.generate yields what is new, Engine.generate the whole",
+    "current_platform": "use jax.devices()",
     "example_hidden_states_connector": "use SamplingParams(extras=ExtraParams(hidden_states='all'), logprobs=0)",
     "hf_api": "use huggingface_hub",
     "init_logger": "use logging.getLogger",

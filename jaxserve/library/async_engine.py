@@ -40,6 +40,7 @@ INSTEAD = {
     "async_generate": "generate(prompt, params), which streams",
     "encode": "embed(texts), or classify(texts) for labels; no values of single tokens are given",
     "get_tokenizer": "tokenizer",
+    "model_config": "info, which describes the model",
     "pause_generation": "call(Pause()), of jaxserve.types.calls",
     "resume_generation": "call(Resume()), of jaxserve.types.calls",
     "shutdown": "stop(), which is awaited, or async with AsyncEngine(...) as engine",
