@@ -3,10 +3,11 @@
     python -m benchmarks.offline_examples FOLDER [--limit 120]
 
 FOLDER holds the other repository's files, which are not here. Every file that imports vllm or sglang is run, in a
-folder of its own. What is changed, and nothing else:
+folder of its own, beside the folders that it has there. What is changed, and nothing else:
 
 - imports: a name is imported from jaxserve, `LLM` and `LLMEngine` as Engine, `AsyncLLM` as AsyncEngine. A class that
-  only holds fields (`StructuredOutputsParams`) becomes `dict`. What prints or frees memory becomes nothing
+  only holds fields (`StructuredOutputsParams`) becomes `dict`. What prints or frees memory becomes nothing, and
+  `init_logger` becomes logging.getLogger
 - the name of a model on a hub: the demo model, or a tiny random encoder if the file embeds, classifies or scores
 - argument parsers: `EngineArgs` and `ServerArgs` hold what they are given and the name of the model,
   and `X.from_engine_args(args)` becomes `X(**vars(args))`
@@ -30,6 +31,8 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
+
+from jaxserve.cli.foreign_flags import ROWS
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "jaxserve" / "assets" / "demo"
@@ -57,11 +60,15 @@ class EngineArgs(SimpleNamespace):
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.add_argument("--model", default=os.environ[MODEL])
+        parser.add_argument("--tensor-parallel-size", default=1)
+        parser.add_argument("--enable-lora", action="store_true")
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        return cls(**vars(args))
+        """Keep the arguments that are of an engine, and not those of the example, such as its prompt."""
+        flags = " ".join(names for names, _ in ROWS).replace("!", "").split()
+        return cls(**{name: value for name, value in vars(args).items() if f"--{name.replace('_', '-')}" in flags})
 
 
 AsyncEngineArgs = EngineArgs
@@ -133,6 +140,8 @@ def _imported(name: ast.alias) -> str:
     theirs, bound = name.name, name.asname or name.name
     if theirs in DICTS:
         return f"{bound} = dict"
+    if theirs == "init_logger":
+        return f"from logging import getLogger as {bound}"
     if theirs in (*STAND_INS, *NOTHING):
         return f"from benchmarks.offline_examples import {'nothing' if theirs in NOTHING else theirs} as {bound}"
     return f"from jaxserve import {OURS.get(theirs, theirs)} as {bound}"
@@ -148,10 +157,11 @@ def make_models(directory: Path) -> dict[str, Path]:
     from tests.models.checkpoints import random_tensors, write_checkpoint, write_words  # noqa: PLC0415  they import jax
     from tests.models.families import CLASSIFIERS, ENCODERS, VOCAB  # noqa: PLC0415
 
+    long = {"max_position_embeddings": 1024}  # most that an example asks for
     one = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    bert = CLASSIFIERS["bert_classifier"]
+    bert = CLASSIFIERS["bert_classifier"] | long
     models = {"demo": DEMO}
-    for kind, hf in (("embedder", ENCODERS["bert"]), ("classifier", bert), ("scorer", bert | one)):
+    for kind, hf in (("embedder", ENCODERS["bert"] | long), ("classifier", bert), ("scorer", bert | one)):
         models[kind] = write_words(write_checkpoint(directory / kind, hf, random_tensors(hf)), VOCAB)
     return models
 
@@ -176,6 +186,9 @@ def run(file: Path, source: str, limit: float, model: Path) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / file.name
         copy.write_text(changed(source, str(model)), encoding="utf-8")
+        for each in file.parent.iterdir():
+            if each.is_dir():
+                (copy.parent / each.name).symlink_to(each.absolute())
         environment = os.environ | {MODEL: str(model), "PYTHONPATH": str(ROOT)}
         try:
             ended = subprocess.run(
@@ -202,9 +215,10 @@ def outcome(code: int, stderr: str, name: str) -> Outcome:
     kind, message, fix = errors[-1] if errors else ("", stderr.strip().rpartition("\n")[2], "")
     message += fix.replace("\n", " ")
     missing = re.fullmatch(r"No module named '([^']+)'", message)
-    if missing:
-        return Outcome("not tried", why=f"it needs {missing[1]}")
-    is_ours = kind.startswith("jaxserve.") or message.startswith(("jaxserve has no ", "Engine has no "))
+    arguments = re.search(r"error: the following arguments are required: (.+)", message)
+    if needed := missing or arguments:
+        return Outcome("not tried", why=f"it needs {needed[1]}")
+    is_ours = kind.startswith("jaxserve.") or re.match(r"(jaxserve|Engine|AsyncEngine) has no ", message)
     return Outcome("no", int(frames[-1]) if frames else 0, message if is_ours or not kind else f"{kind}: {message}")
 
 

@@ -1,6 +1,10 @@
 """The program that runs other engines' examples changes what it says, and reads how they end."""
 
-from benchmarks.offline_examples import Outcome, changed, kind_of, outcome
+from argparse import ArgumentParser
+
+import pytest
+
+from benchmarks.offline_examples import MODEL, EngineArgs, Outcome, changed, kind_of, outcome
 
 SOURCE = """\
 import othermodule, sglang as sgl
@@ -9,6 +13,7 @@ from vllm import (
     SamplingParams as Params,
 )
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.logger import init_logger
 from vllm.v1.engine import AsyncLLM, AsyncEngineArgs
 
 llm = LLM(model="one/model-1.5B", path="a/b c")  # é
@@ -32,6 +37,7 @@ def test_imports_models_and_parsers_are_changed() -> None:
         "from jaxserve import Engine as LLM; from jaxserve import SamplingParams as Params",
         *("", "", ""),
         "StructuredOutputsParams = dict",
+        "from logging import getLogger as init_logger",
         "from jaxserve import AsyncEngine as AsyncLLM; "
         "from benchmarks.offline_examples import AsyncEngineArgs as AsyncEngineArgs",
         "",
@@ -52,4 +58,18 @@ def test_an_end_is_read() -> None:
     other = f"{STDERR}TypeError: 'a|b' is not\n"
     assert outcome(1, other, "example.py").row("e") == "| `e` | no | line 7: TypeError: 'a\\|b' is not |"
     assert outcome(1, f"{STDERR}ModuleNotFoundError: No module named 'torch'\n", "example.py").why == "it needs torch"
+    wanted = "usage: x\nexample.py: error: the following arguments are required: --output/-o\n"
+    assert outcome(2, wanted, "example.py") == Outcome("not tried", why="it needs --output/-o")
+    method = f"{STDERR}AttributeError: AsyncEngine has no encode: use embed(texts)\n"
+    assert outcome(1, method, "example.py").why == "AsyncEngine has no encode: use embed(texts)"
     assert outcome(-9, "killed\n", "example.py") == Outcome("no", 0, "killed")
+
+
+def test_arguments_of_the_example_are_no_arguments_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODEL, "/m")
+    parser = EngineArgs.add_cli_args(ArgumentParser())
+    parser.add_argument("--prompt", default="Hello")
+    parser.set_defaults(load_format="sharded_state")
+    found = EngineArgs.from_cli_args(parser.parse_args([]))
+    expected = {"model": "/m", "tensor_parallel_size": 1, "enable_lora": False, "load_format": "sharded_state"}
+    assert vars(found) == expected
