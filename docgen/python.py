@@ -117,7 +117,7 @@ def _text(value: Any) -> str:
     """Return a docstring as paragraphs. A line about a parameter begins a line of its own."""
     found: list[str] = []
     for line in (inspect.getdoc(value) or "").split("\n"):
-        begins = not found or not line or not found[-1] or re.match(r"[a-z_]+: |Raises ", line.strip())
+        begins = not found or not line or not found[-1] or re.match(r"[a-z_]+(, [a-z_]+)*: |Raises ", line.strip())
         if begins and found and line and found[-1]:
             found[-1] += "  "  # a line break
         if begins:

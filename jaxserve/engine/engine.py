@@ -332,7 +332,8 @@ class TextEngine:
     ) -> list[Completions]:
         """Generate n completions for each prompt (text, token ids, or one of them in a mapping), batched.
 
-        params: of all prompts, or one for each. progress: whether a bar of finished prompts is shown on stderr
+        params: of all prompts, or one for each
+        progress: whether a bar of finished prompts is shown on stderr
         sampling_params, use_tqdm: the same two under vLLM's names
         adapter: name of a loaded adapter; None: the model alone
 
@@ -384,6 +385,9 @@ class TextEngine:
     ) -> str:
         """Queue a prompt. Returns the id that its outputs will have. Raises RequestError.
 
+        request_id: None: one is made
+        priority: lower values run earlier, see `scheduler.policy`
+        cache_salt: prompts share cached pages only within a salt
         hold_seconds: seconds after its end in which its KV pages are not evicted, unless `handover.write` takes them
         adapter: name of a loaded adapter; None: the model alone
         """
@@ -448,6 +452,7 @@ class TextEngine:
 
     @property
     def has_unfinished(self) -> bool:
+        """Return whether `step` has outputs to make or to return."""
         return bool(self._sequences or self._unread)
 
     def step(self) -> list[RequestOutput]:
@@ -542,15 +547,16 @@ class TextEngine:
 
         weights: a tree of arrays with the shape and dtype of each leaf of `runner.structure.specs`, by position or by
           name; or (checkpoint name, array) pairs, which are converted, fused and quantized as at load
-        version: the label; by default the number of updates so far
+        version: the label; by default the number of updates, this one included
         running: how running requests go on: "retract", the default, computes their KV again with the new weights;
           "in_place", the default while paused in place, keeps the old KV; "abort" ends them
         partial: parameters that `weights` lacks stay as they are. A fused parameter is replaced as a whole
         delete_old: free each old parameter when its new one is there, so that memory peaks at one parameter more than
           the weights. False: make the new weights first, in the memory of the host
-        Raises ModelLoadError that names the misfits, before anything is replaced. Raises WeightsLostError if a
-        device fails half way; then no request runs until an update succeeds. No cached prefix of the old weights is
-        used.
+
+        No cached prefix of the old weights is used. Raises ModelLoadError that names what does not fit, before
+        anything is replaced. Raises WeightsLostError if a device fails half way; then no request runs until an update
+        succeeds.
         """
         with self._lock.held():
             return self.control.update(
@@ -569,7 +575,8 @@ class TextEngine:
 
         source: directory of peft's save_pretrained, or arrays by peft's names, which are copied
         config: with arrays, what adapter_config.json would have, such as r and lora_alpha
-        pinned: keep it on the devices
+        pinned: whether it stays on the devices
+
         Requests that have begun with an adapter end with it. Answers have NAME@VERSION among their `weight_versions`.
         Raises RequestError that names what does not fit; then nothing is replaced.
         """
@@ -593,19 +600,24 @@ class TextEngine:
         return "" if name is None else self.control.adapters.digest_of(name)
 
     def pause(self, mode: Mode = "abort") -> None:
-        """Run no steps until `resume`. mode: running requests end, or are computed again, or keep their KV."""
+        """Run no steps until `resume`.
+
+        mode: what becomes of running requests. "abort" ends them, "retract" computes them again after `resume`,
+          "in_place" keeps their KV
+        """
         with self._lock.held():
             self.control.pause(mode)
 
     def resume(self) -> None:
+        """Run steps again, unless the engine is asleep."""
         with self._lock.held():
             self.control.resume()
 
     def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
         """Free the devices' memory until `wake`: KV cache and weights. Compiled programs stay.
 
-        level: 1 keeps the weights in the host's memory; 2 drops them, so that `update_weights` must follow. mode: abort
-        or retract, as in `pause`
+        level: 1 keeps the weights in the host's memory; 2 drops them, so that `update_weights` must follow
+        mode: "abort" or "retract", as in `pause`
         """
         with self._lock.held():
             self.control.sleep(level, mode)

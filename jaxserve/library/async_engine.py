@@ -126,9 +126,14 @@ class AsyncEngine(async_engine.AsyncEngine):
     ) -> AsyncIterator[RequestOutput]:
         """Generate `params.n` sequences of a prompt and yield the new text and tokens of each as they come.
 
-        prompt: a text, token ids, or one of them in a mapping. Closing the iterator aborts.
-        adapter, among the options: name of a loaded adapter, or its digest
-        Raises RequestError for a wrong prompt; before the first output NotReadyError, QueueFullError or RequestError.
+        prompt: a text, token ids, or one of them in a mapping
+        adapter: name of a loaded adapter, or its digest
+        request_id, priority, cache_salt: as in `Engine.add_request`
+        deadline: seconds from now after which the request ends with RequestTimeoutError
+        options: these, and the others of `GenerateOptions`
+
+        Closing the iterator aborts. Raises RequestError for a wrong prompt; before the first output NotReadyError,
+        QueueFullError or RequestError.
         """
         if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
             raise InvalidValueError(f"generate has no {unknown[0]}", param=unknown[0])
@@ -143,7 +148,9 @@ class AsyncEngine(async_engine.AsyncEngine):
     async def load_adapter(self, name: str, source: str | os.PathLike[str], *, pinned: bool = False) -> str:
         """Load an adapter under a name in all engines, or replace the one that has it; return NAME@VERSION.
 
-        source: directory of peft's save_pretrained. pinned: keep it on the devices
+        source: directory of peft's save_pretrained
+        pinned: whether it stays on the devices
+
         Requests that have begun with an adapter end with it. An engine that is started again loads it from there again.
         Raises RequestError that names what does not fit, also for arrays: `Engine`, in the same process, takes these.
         """

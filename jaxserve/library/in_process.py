@@ -88,7 +88,9 @@ class Engine(TextEngine):
     def embed(self, texts: Prompt | Sequence[Prompt], **fields: Any) -> np.ndarray:
         """Return the embedding of each text, float32 [n, D], as POST /v1/embeddings does.
 
-        texts: one or several, as text or token ids. fields: of the route, such as dimensions
+        texts: one or several, as text or token ids
+        fields: of the route, such as dimensions
+
         Raises RequestError, also if the model makes no embeddings or the route has no such field.
         """
         routes = self._ready_routes()
@@ -149,10 +151,11 @@ class Engine(TextEngine):
 
         messages: dicts, or messages of earlier answers
         params: the sampling, as for `generate`; None: the route's defaults
-        fields: fields of the route (docs/routes.md), such as max_tokens, tools, response_format. They replace `params`.
-        Closing the stream aborts.
-        Raises RequestError, also for a field that the route does not know. Raises ConfigError at the first call if the
-        chat template or the tokenizer does not fit the model.
+        fields: fields of the route (docs/routes.md), such as max_tokens, tools, response_format. They replace `params`
+
+        Closing the stream aborts. Raises RequestError, also for a field that the route does not know. Raises
+        ConfigError at the first call if the chat template, the tokenizer or the processor of pictures does not fit the
+        model.
         """
         routes = self._ready_routes()
         if stream:
