@@ -28,17 +28,18 @@ _STACKS = "adapters"  # the attribute of a layer that has them
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The room for adapters. slots: adapters on the devices at once; rank: the highest, a power of two"""
+    """The room for adapters. slots: adapters on the devices at once. rank: the highest that fits, a power of two"""
 
     slots: int
     rank: int
 
     @property
     def columns(self) -> int:
+        """Return K of `models.low_rank`."""
         return self.slots * self.rank
 
     def rows(self, slots: jax.Array) -> AdapterRows:
-        """Return the rows' adapters by their slots, int32 [T]. A row of slot -1 has none."""
+        """Return the adapters of T rows by their slots, int32 [T]. A row of slot -1 has none."""
         of_column = jnp.arange(self.columns, dtype=jnp.int32) // self.rank
         used = slots >= 0
         return AdapterRows(slots[:, None] == of_column[None, :], used, used.any())
@@ -48,7 +49,8 @@ class AdapterShape:
 class AdaptedTensor:
     """A checkpoint tensor [out, in] that an adapter may change.
 
-    parts: the rectangles that its rows fill. origin: where they begin in the array that has them
+    parts: the rectangles of the layer's weight that its rows fill. origin: index in the weight, without the last
+    dimension, at which these rows begin
     """
 
     shape: tuple[int, int]
@@ -58,10 +60,14 @@ class AdaptedTensor:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A layer with room for adapters. tensors: by the name of their module in the checkpoint
+    """A layer with room for adapters.
 
-    weight: name of its weight. axis: along which the rows of several tensors are side by side in it
-    a: index of A among the stacks. b: indices of each B, one for each tensor. rows: shape of each B's rows
+    weight: name of its weight
+    axis: dimension of the weight along which the rows of several tensors are side by side
+    tensors: by the name of their module in the checkpoint
+    a: index of A among the stacks
+    b: index of B among the stacks, for each tensor
+    rows: shape of B without its columns, for each tensor
     """
 
     weight: str
@@ -74,7 +80,7 @@ class AdaptedLayer:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedStructure:
-    """A model without its weights, with room for adapters. stacks: specs of the arrays that hold these, in order."""
+    """A model without its weights, with room for adapters. stacks: specs of the arrays of all slots, in order"""
 
     shape: AdapterShape
     structure: ModelStructure
@@ -85,7 +91,7 @@ class AdaptedStructure:
     _places: tuple[int, ...]  # of the model's arrays, in order, among the leaves followed by the stacks
 
     def bind(self, arrays: tuple[jax.Array, ...]) -> CausalLM:
-        """Make the module of the leaves followed by the stacks; what follows these is not read."""
+        """Make the module of the leaves and, behind them, the stacks: arrays [*spec.shape]. Others are not read."""
         model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, [arrays[i] for i in self._places]))
         assert isinstance(model, CausalLM)
         return model
@@ -116,9 +122,9 @@ class AdaptedStructure:
         )
 
     def merge(self, leaves: Sequence[jax.Array], updates: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
-        """Return the model's leaves with an adapter added, computed in float32. updates: as `updates` makes them
+        """Return the model's leaves [*spec.shape] with an adapter added, computed in float32.
 
-        Raises ModelLoadError if a weight that it changes is quantized.
+        updates: as the method `updates` makes them. Raises ModelLoadError if a weight that it changes is quantized.
         """
         merged, names = list(leaves), [spec.name for spec in self.structure.specs]
         for layer in self.layers:
@@ -195,9 +201,10 @@ def _layer(path: str, tensors: dict[str, AdaptedTensor], axis: int, stacks: Sequ
 def _give_room(
     module: Adaptable, path: tuple[str, ...], shape: AdapterShape, dtype: jnp.dtype
 ) -> tuple[dict[str, AdaptedTensor], int]:
-    """Give a layer its stacks. Returns its tensors by the names of their modules, none if its form has no room.
+    """Give a layer its stacks. Returns its tensors, by the names of their modules, and the axis, see AdaptedLayer.
 
-    Also returns the axis along which their rows are side by side.
+    There are no tensors, and no stacks, if the layer's weight has a form that adapters cannot have: a transposed or
+    split tensor, one of all experts, or tensors that are not side by side along one axis.
     """
     weight, wide = module.weight, None
     if not isinstance(weight, nnx.Variable):  # a QuantizedWeight

@@ -149,11 +149,11 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """What the layers of Mamba-2 have beside their state.
+    """The options of Mamba-2 layers that `StateSpec` does not have.
 
-    conv_bias, proj_bias: biases of the convolution, and of both projections.
-    norm: of the result times the gate, or of the result before that, or none.
-    scales: of the rows z, x, B, C and dt of the first projection; (): there are none.
+    conv_bias, proj_bias: whether the convolution has a bias, and whether both projections have.
+    norm: "gated": norm(result * silu(gate)); "before_gate": norm(result) * silu(gate); "none": result * silu(gate).
+    scales: factors of the rows z, x, B, C and dt of the first projection; (): there are none.
     """
 
     conv_bias: bool = True
@@ -164,7 +164,7 @@ class Mamba2Config:
 
 @dataclass(frozen=True)
 class FalconH1Config:
-    """The scales of Falcon-H1's layers: of what goes into Mamba-2 and attention, of their results, and of the MLP."""
+    """The scales of Falcon-H1's layers: of the inputs and results of Mamba-2 and attention, and of two in the MLP."""
 
     state_in: float
     state_out: float
@@ -176,7 +176,7 @@ class FalconH1Config:
 
 @dataclass(frozen=True)
 class Gemma4Config:
-    """What only Gemma 4 has.
+    """The options that only Gemma 4 has.
 
     key_is_value: in layers without a window V is the projection to K, before its norm.
     reader_ffn: width of the MLP of layers that read another layer's cache.
@@ -193,9 +193,10 @@ class Gemma4Config:
 class PredictorHead:
     """A checkpoint's own head for multi-token prediction (MTP), see `models.draft_head`.
 
-    tensors: the checkpoint's beginnings of names, and here: token_norm, hidden_norm, join, layer, norm; of these the
-    first that fits counts. token_first: the embedding comes before the hidden state in the input of `join`.
-    feeds_normed: the next guess gets the result after the last norm; else before it.
+    tensors: from beginnings of the checkpoint's names to those of the parts here, token_norm, hidden_norm, join, layer
+    and norm. The first that fits counts.
+    token_first: the embedding comes before the hidden state in the input of `join`.
+    feeds_normed: the next guess starts from the result after the last norm; else from the result before it.
     """
 
     tensors: Rules
@@ -208,8 +209,8 @@ class EagleHead:
     """A head in EAGLE-3's form (https://arxiv.org/abs/2503.01840), see `models.draft_head`.
 
     width: hidden size of the model that it guesses for. vocab_size: tokens that it can guess.
-    taps: it reads the hidden states after so many layers; (): after 2, half, and all but 3.
-    norm_first: the residual is the hidden state after its norm.
+    taps: the numbers of layers after which it reads hidden states; (): after 2, half of them, and all but 3.
+    norm_first: the residual is the hidden state after its norm; else before it.
     """
 
     width: int
@@ -256,7 +257,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer; () means none has one
-    layer_chunks: tuple[int | None, ...] = ()  # likewise, the chunk that a token sees the tokens of
+    layer_chunks: tuple[int | None, ...] = ()  # chunk of each layer, see AttentionLayer; () means none has one
     layer_reads: tuple[int | None, ...] = ()  # layer whose cache each layer attends to; None: its own; () means all
     layer_heads: tuple[LayerHeads, ...] = ()  # heads of each layer, see `at`; () means all have num_heads and so on
     local_rope: RopeConfig | None = None  # rotation of the layers with a window, if it differs from `rope`

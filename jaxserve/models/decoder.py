@@ -75,7 +75,7 @@ class Layer(nnx.Module):
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:
-    """Return x * scale in x's dtype. The product is in float32, because the scale itself is not rounded."""
+    """Return x [...] * scale in x's dtype. The product is in float32, because the scale itself is not rounded."""
     return x if scale == 1.0 else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
@@ -192,15 +192,15 @@ class Decoder(KeepsChoices):
         added: Sequence[jax.Array],
         taps: Taps | None,
     ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
-        """Run the layers, see `run_layers`. frames: one a cache"""
+        """Run the layers on x [T, D], see `run_layers`. frames: one for each cache"""
         return run_layers(self.layers, x, frames, caches, attend, linear, added, taps)
 
 
 @dataclass
 class Taps:
-    """Hidden states inside a decoder that its caller wants: those after so many `layers`, ascending, from 1 on.
+    """Hidden states inside a decoder that its caller wants.
 
-    states: filled by the call, [T, D] each
+    layers: numbers of layers after which they are taken, ascending, from 1 on. states: [T, D] each, added by the call
     """
 
     layers: tuple[int, ...] = ()
@@ -266,7 +266,7 @@ def run_layers(
 class PictureRows(NamedTuple):
     """The rows of a tower that stand for tokens of a step."""
 
-    tokens: jax.Array  # int32 [T]  the token's row in the pool; -1: it is no picture's
+    tokens: jax.Array  # int32 [T]  the token's row in the pool; -1: the token is text
     pool: jax.Array  # [1 + deepstack blocks, E, D]
 
     def of(self, part: int) -> jax.Array:

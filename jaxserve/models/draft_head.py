@@ -7,10 +7,10 @@ at p + 1, and its result stands for the token at p + 2. Then it goes on with its
     EAGLE-3  h = fc [three hidden states inside the model], of further guesses its own last h;
              y = h + attention [norm_e(embedding), norm_h(h)];  y = y + mlp(norm(y));  logits = own head(norm(y))
 
-MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, MiMo, Qwen3-Next and Qwen3.5,
-which differ in names, in the order of the joined halves, and in what goes on: PredictorHead says it. Of several MTP
-layers the first one makes all guesses. Embeddings, and MTP's output head, are the model's: published heads have copies
-of them or none.
+MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, MiMo, Qwen3-Next and Qwen3.5.
+They differ in names, in the order of the joined halves, and in whether y or norm(y) is the next hidden state
+(`PredictorHead`). EAGLE-3 is https://arxiv.org/abs/2503.01840. Of several MTP layers the first one makes all guesses.
+Embeddings, and MTP's output head, are the model's: published heads have copies of them or none.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class Predictor(DraftHead):
 
 
 class EagleLayer(nnx.Module):
-    """Attention over [embedding, hidden state] of 2 D numbers, and an MLP."""
+    """The modules of the head's layer: attention over [embedding, hidden state] of 2 D numbers, and an MLP.
+
+    `Eagle` runs them.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         size = config.hidden_size
@@ -96,7 +99,7 @@ class EagleLayer(nnx.Module):
 
 
 class Eagle(DraftHead):
-    """An EAGLE-3 head. d2t: int32 [V'], what is added to the number of a guess to get the model's token."""
+    """An EAGLE-3 head, which guesses among V' tokens. d2t: int32 [V'], the model's token minus the head's."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         assert isinstance(config.head, EagleHead)
@@ -132,7 +135,7 @@ _OTHERS = r"^(?!(token_norm|hidden_norm|join|layer|norm)\.)[^.]+"  # the beginni
 
 
 def predictor_config(model: ModelConfig) -> ModelConfig | None:
-    """Return the configuration of a model's own head, in the model's checkpoint; None if it has none that is known."""
+    """Return the configuration of the head in a model's own checkpoint; None if the family declares none."""
     if model.predictor is None:
         return None
     moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(True,))
@@ -171,7 +174,7 @@ def make_head(config: ModelConfig, model: object, dtype: jnp.dtype) -> DraftHead
 
 
 def taps_of(head: ModelConfig) -> tuple[int, ...]:
-    """Return `DraftHead.taps` of a head's configuration."""
+    """Return `DraftHead.taps` of a head's configuration, which names them (`with_taps`)."""
     return head.head.taps if isinstance(head.head, EagleHead) else ()
 
 

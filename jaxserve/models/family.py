@@ -26,7 +26,7 @@ def no_changes(hf: Json, fields: Fields) -> Fields:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture that can be served.
+    """An architecture that can be served.
 
     architecture  its name in config.json
     model         the module's class

@@ -22,7 +22,11 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class _Piece(NamedTuple):
-    """Rows of a checkpoint's tensor, and the place in the rows of a key head where its share begins."""
+    """Rows of a checkpoint's tensor, which are shared out evenly over the key heads.
+
+    first, rows: the rows of the tensor. copies: of each row over the key heads that share it. place: row of a key head
+    at which its share begins
+    """
 
     first: int
     rows: int
@@ -30,8 +34,11 @@ class _Piece(NamedTuple):
     place: int
 
 
-class Taps(nnx.Module):
-    """A causal convolution of each channel: weight [Hk, channels, W] of [x | B | C, 1, W], and maybe a bias."""
+class ConvTaps(nnx.Module):
+    """A causal convolution of each channel: weight [Hk, channels, W], and maybe a bias [Hk, channels].
+
+    The checkpoint has the weight as [x | B | C, 1, W].
+    """
 
     def __init__(self, spec: StateSpec, dtype: jnp.dtype, *, bias: bool) -> None:
         pieces = _convolved(spec)
@@ -70,7 +77,7 @@ class GroupNorm(nnx.Module):
 
 
 def gated(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Return x * silu(gate) in float32."""
+    """Return x * silu(gate), both [T, n], in float32."""
     return x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
 
 
@@ -95,7 +102,7 @@ class Mamba2(nnx.Module):
             _parts("in_proj.weight", spec, pieces, (model,), (model,)),
             _parts("in_proj.bias", spec, pieces) if own.proj_bias else (),
         )
-        self.conv1d = Taps(spec, dtype, bias=own.conv_bias)
+        self.conv1d = ConvTaps(spec, dtype, bias=own.conv_bias)
         self.A_log, self.D, self.dt_bias = (param((spec.heads,), ("q_heads",), _FLOAT32) for _ in range(3))
         before_gate = own.norm == "before_gate"
         self.norm = None if own.norm == "none" else GroupNorm(spec, config.norm_eps, before_gate=before_gate)

@@ -34,7 +34,7 @@ class PublishedSize:
 
 
 def published_size(structure: ModelStructure) -> PublishedSize:
-    """Compute the size of the checkpoint that `config` describes."""
+    """Compute the size of the checkpoint that the model's configuration describes."""
     parts = {part.name: part for spec in structure.specs for part in spec.parts}
     config = structure.config
     plain = jnp.dtype(config.dtype).itemsize if config.stored_form is None else _HALF_BYTES

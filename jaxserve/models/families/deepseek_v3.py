@@ -131,6 +131,7 @@ class DeepseekV3ForCausalLM(CausalLM):
 
 
 def deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of DeepSeek-V3 and of the families with its attention and experts. See `Family.changes`."""
     latent = LatentConfig(
         kv_rank=integer(hf, "kv_lora_rank"),
         q_rank=optional_integer(hf, "q_lora_rank", None),

@@ -1,7 +1,7 @@
 """Falcon-H1 (https://arxiv.org/abs/2507.22448): attention and Mamba-2 side by side in each layer, with many scales.
 
-Both read the same normed input, and their results are added. A published layer so has a state and K and V: it counts as
-two layers wherever caches are described, first that of the state.
+Both read the same normed input, and their results are added. So a published layer has a recurrent state and K and V. It
+counts as two layers wherever caches are described: layer 2 i has the state of published layer i, 2 i + 1 its K and V.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxserve.models.checkpoint.read_config import Json, boolean, number, optional_integer, shown
 from jaxserve.models.config import FalconH1Config, Mamba2Config, ModelConfig
 from jaxserve.models.decoder import AttendLayer, CausalLM, Decoder, Layer, LayerFrame, Taps, run_layers, scaled
-from jaxserve.models.families.bamba import mamba2_state
+from jaxserve.models.families.bamba import NAMES, keyed_state
 from jaxserve.models.family import Family
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, RMSNorm, RopeTable, StateInputs
 from jaxserve.models.mamba2 import Mamba2
@@ -25,7 +25,7 @@ from jaxserve.ops.state import StateSpec
 
 
 class ScaledMLP(MLP):
-    """down(silu(scale gate(x)) * up(x)), with another scale on the result."""
+    """down_scale * down(silu(gate_scale * gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, scales: FalconH1Config, dtype: jnp.dtype) -> None:
         super().__init__(config, dtype)
@@ -38,7 +38,10 @@ class ScaledMLP(MLP):
 
 
 class FalconH1Layer(Layer):
-    """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)). The cache is a pair (state, pages)."""
+    """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)), with a scale at each of the first two.
+
+    The cache is a pair (state, pages).
+    """
 
     def __init__(self, config: ModelConfig, spec: StateSpec, dtype: jnp.dtype) -> None:
         assert config.falcon_h1 is not None
@@ -75,12 +78,12 @@ class FalconH1Decoder(Decoder):
         added: Sequence[jax.Array],
         taps: Taps | None,
     ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
-        """Run the layers, each with its pair of caches, see `run_layers`."""
+        """Run the layers on x [T, D], each with its pair of caches, see `run_layers`."""
 
         def attend_one(
             layer_index: int, heads: Any, cache: Any, sinks: jax.Array | None = None
         ) -> tuple[jax.Array, Any]:
-            """Advance the state, or attend to the pages, of a pair."""
+            """Advance the state or attend to the pages of a pair, see `AttendFn`."""
             state, pages = cache
             if isinstance(heads, StateInputs):
                 out, state = attend(2 * layer_index, heads, state)
@@ -107,18 +110,13 @@ class FalconH1ForCausalLM(CausalLM):
 
 
 def _falcon_h1(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
-    if fields["activation"] != "silu":
-        raise ValueError(f"'hidden_act' must be 'silu' in Mamba-2 layers, not {shown(hf.get('hidden_act'))}")
     if boolean(hf, "mamba_proj_bias", False) != boolean(hf, "projectors_bias", False):
-        raise ValueError("'mamba_proj_bias' and 'projectors_bias' must be equal: biases of one projection alone")
-    layers, heads = fields["num_layers"], optional_integer(hf, "mamba_n_heads", 128)
-    inner = optional_integer(hf, "mamba_d_ssm", optional_integer(hf, "mamba_expand", 2) * fields["hidden_size"])
-    given = None if hf.get("mamba_d_head") == "auto" else optional_integer(hf, "mamba_d_head", None)
-    head_dim = inner // heads if given is None else given
-    if heads * head_dim != inner:
-        raise ValueError(f"{heads} Mamba-2 heads of {head_dim} are not {inner} numbers")
-    groups, width = optional_integer(hf, "mamba_n_groups", 1), optional_integer(hf, "mamba_d_conv", 4)
-    state = mamba2_state(hf, groups, heads, optional_integer(hf, "mamba_d_state", 256), head_dim, width)
+        raise ValueError(
+            "'mamba_proj_bias' and 'projectors_bias' must be equal: a bias of one projection alone is not supported"
+        )
+    layers = fields["num_layers"]
+    expanded = optional_integer(hf, "mamba_expand", 2) * fields["hidden_size"]
+    state = keyed_state(hf, fields, optional_integer(hf, "mamba_d_ssm", expanded))
     before = boolean(hf, "mamba_norm_before_gate", True)
     gate, down = _scales(hf, "mlp_multipliers", 2)
     return {
@@ -141,11 +139,7 @@ def _falcon_h1(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "embed_scale": number(hf, "embedding_multiplier", 1.0),
         "logit_scale": number(hf, "lm_head_multiplier", 1.0),
         "attention_scale": fields["head_dim"] ** -0.5 * number(hf, "key_multiplier", 1.0),
-        "tensor_names": (
-            ("model.final_layernorm.", "model.norm."),
-            (".pre_ff_layernorm.", ".post_attention_layernorm."),
-            (".feed_forward.", ".mlp."),
-        ),
+        "tensor_names": NAMES,
     }
 
 

@@ -3,7 +3,7 @@
 It differs from Gemma 3 in this. Full layers have other heads than window layers, and rotate a part of each head. V is
 normalized. Scores are not scaled. The last layers may read the cache of the last earlier layer of their kind. In full
 layers V may be K before its norm. In the small models each layer has an embedding of its own of every token; in
-26B-A4B each layer has experts beside its MLP. What a layer returns is multiplied by a learned number.
+26B-A4B each layer has experts beside its MLP. A layer's result is multiplied by a learned number.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Gemma4Router(ExpertRouter):
         return chosen._replace(weights=chosen.weights * expert_scale[chosen.ids])
 
 
-class TokenInput(nnx.Variable):
-    """What a layer is given beside the hidden state, [T, P]: its own embeddings of the step's tokens."""
+class LayerInput(nnx.Variable):
+    """A layer's further input beside the hidden state, [T, P]: its own embeddings of the step's tokens."""
 
 
 class Gemma4Layer(KeepsChoices, Layer):
@@ -102,7 +102,7 @@ class Gemma4Layer(KeepsChoices, Layer):
     config: of this layer, see `ModelConfig.at`. reads: whether it reads another layer's cache. full: without a window
     """
 
-    token_input: TokenInput  # set before the layer is called, by `Gemma4Decoder.give_inputs`
+    token_input: LayerInput  # set before the layer is called, by `Gemma4Decoder.give_inputs`
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, reads: bool, full: bool) -> None:
         size, own = config.hidden_size, config.gemma4
@@ -169,7 +169,7 @@ class Gemma4Decoder(Decoder):
         inputs = (self.per_layer_projection_norm(of_hidden.reshape(shape)) + of_token) * 2**-0.5
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Gemma4Layer)
-            layer.token_input = TokenInput(inputs[:, index])
+            layer.token_input = LayerInput(inputs[:, index])
 
 
 class Gemma4ForCausalLM(CausalLM):

@@ -27,7 +27,7 @@ from jaxserve.ops.state import StateSpec, StateWeights
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
-class Taps(nnx.Module):
+class ConvTaps(nnx.Module):
     """The causal convolutions of q, k and v: weight [W, H, 3 K], of three tensors [H K, 1, W]."""
 
     def __init__(self, spec: StateSpec, dtype: jnp.dtype) -> None:
@@ -56,7 +56,7 @@ class DeltaAttention(nnx.Module):
         self.f_b_proj = _rows(spec, ("f_b_proj",), size, size, dtype)
         self.g_a_proj = Linear((size, model), (None, "embed"), dtype)
         self.g_b_proj = _rows(spec, ("g_b_proj",), size, size, dtype)
-        self.conv1d = Taps(spec, dtype)
+        self.conv1d = ConvTaps(spec, dtype)
         decay = Part("self_attn.A_log", (1, 1, heads, 1), (heads,), (0,), transpose=(2, 0, 1, 3))
         self.A_log = param((heads,), ("q_heads",), _FLOAT32, parts=(decay,))
         shift = Part("self_attn.dt_bias", (heads * size,), (heads, size), (0, 0))

@@ -41,7 +41,7 @@ class Gates(Adaptable):
         return self.adapted(x, linear(x, self.weight[...]), linear)
 
 
-class Taps(nnx.Module):
+class ConvTaps(nnx.Module):
     """A causal convolution of each channel: weight [W, Hk, V], of [D, 1, W]."""
 
     def __init__(self, spec: StateSpec, model: int, dtype: jnp.dtype) -> None:
@@ -56,7 +56,7 @@ class ShortConvolution(nnx.Module):
     def __init__(self, config: ModelConfig, spec: StateSpec, dtype: jnp.dtype) -> None:
         self.spec, model = spec, config.hidden_size
         self.in_proj = Gates(spec, model, dtype)
-        self.conv = Taps(spec, model, dtype)
+        self.conv = ConvTaps(spec, model, dtype)
         self.out_proj = Linear((model, model), ("embed", "q_heads"), dtype)
 
     def __call__(

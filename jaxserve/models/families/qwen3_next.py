@@ -36,7 +36,7 @@ _HEAD = (
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-class Taps(nnx.Module):
+class ConvTaps(nnx.Module):
     """A causal convolution of each channel: weight [W, Hk, channels], of conv1d.weight [q | k | v, 1, W]."""
 
     def __init__(self, spec: StateSpec, dtype: jnp.dtype) -> None:
@@ -79,7 +79,7 @@ class GatedDeltaNet(nnx.Module):
         rows = spec.channels + spec.group * spec.v_dim
         self.in_proj = HeadRows((spec.key_heads, rows, model), dtype, _projection_parts(spec, model, apart))
         self.gates = HeadRows((spec.key_heads, spec.num_gates, model), dtype, _gate_parts(spec, model, apart))
-        self.conv = Taps(spec, dtype)
+        self.conv = ConvTaps(spec, dtype)
         self.A_log = param((spec.heads,), ("q_heads",), FLOAT32)
         self.dt_bias = param((spec.heads,), ("q_heads",), FLOAT32)
         self.norm = GatedNorm(spec.v_dim, config.norm_eps)
