@@ -8,6 +8,7 @@ files, flags and environment variables.
     ApiKey                           named API keys: `server.keys`
     MeshSection                      the devices of an engine, and how many engines run
     ModelEntry, ModelsSection        several models behind one address, each served by processes of its own
+    AdapterEntry, LoraSection        adapters of a model
     ModelSection ... LoggingSection  the other sections
     Config                           all sections
 """
@@ -293,6 +294,7 @@ class MeshSection(Section):
 
 
 MAX_MODELS = 64
+NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"  # of a model or an adapter, as requests send it
 # what each model may set for itself
 OWN_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation", "lora")
 
@@ -315,9 +317,7 @@ class ModelEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$", description="Name that requests send as `model`."
-    )
+    name: str = Field(pattern=rf"^{NAME}$", description="Name that requests send as `model`.")
     config: Annotated[Text | dict[str, Any], BeforeValidator(own_sections)] = Field(
         default_factory=dict,
         description="Path of a YAML file, or the sections themselves: what differs from the sections of the main file.",
@@ -518,8 +518,8 @@ class SpeculationSection(Section):
         "auto",
         description="Where guesses come from. ngram: what followed the last tokens earlier in prompt and output. "
         "draft_model: a small model with the same vocabulary. mtp: the checkpoint's own head for multi-token "
-        "prediction. eagle3: a head in EAGLE-3's form that was made for this model. auto: draft_model, "
-        "if one is given and by the sizes of both models worth its time on this platform; the start says which.",
+        "prediction. eagle3: a head in EAGLE-3's form that was made for this model. auto: draft_model, if one is given "
+        "and by the sizes of both models worth its time on this platform, else off; the start says which.",
     )
     draft_model: Text | None = Field(
         None,
@@ -535,9 +535,9 @@ class SpeculationSection(Section):
         le=31,
         description="Maximum number of guessed tokens per step. null: 15 of ngram, 3 of mtp, 4 of the others.",
     )
-    prompt_lookup_min: Int = Field(2, ge=1, le=64, description="Number of last tokens that must match.")
+    prompt_lookup_min: Int = Field(2, ge=1, le=64, description="With ngram: number of last tokens that must match.")
     prompt_lookup_max: Int = Field(
-        8, ge=1, le=64, description="The longest match wins; matches of this many tokens count as equal."
+        8, ge=1, le=64, description="With ngram: the longest match wins; matches of this many tokens count as equal."
     )
 
     @field_validator("prompt_lookup_max")
@@ -594,9 +594,7 @@ class AdapterEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}$", description="Name that requests send as `model`."
-    )
+    name: str = Field(pattern=rf"^{NAME}$", description="Name that requests send as `model`.")
     path: Text = Field(description="Directory with adapter_config.json and adapter_model.safetensors.")
     pinned: bool = Field(False, description="Keep it on the devices.")
 
@@ -754,7 +752,7 @@ class MediaSection(Section):
         16,
         ge=0,
         le=256,
-        description="Maximum number of pictures in a prompt. 0: the tower is not loaded, and the model served as text.",
+        description="Maximum number of pictures in a prompt. 0: no tower is loaded, and the model is served as text.",
     )
     max_bytes: Bytes = Field(
         20 * 2**20, description="Maximum bytes of an encoded picture, e.g. of a JPEG; at most 64 MiB."

@@ -1,7 +1,7 @@
 """The adapters of an engine by name: loaded, replaced and unloaded between two steps.
 
 A request names an adapter by its digest, so a replacement never changes a request that has begun: it ends with the
-tensors that it began with. Their copy in the memory of the host goes when no name and no request needs it. The
+tensors that it began with. Their copy in the memory of the host is dropped when no name and no request needs it. The
 adapter before the last replacement stays, for requests that are on their way.
 """
 
@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.config import NAME
 from jaxserve.errors import ConflictError, InvalidValueError, ModelLoadError, ModelNotFoundError, ServerError
 from jaxserve.models.checkpoint.adapter import Adapter, adapter_of, read_adapter
 from jaxserve.runtime.adapters import DeviceAdapters
 from jaxserve.scheduler.adapter_slots import AdapterSlots
 from jaxserve.types.messages import AdapterStatus
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
-
 
 @dataclass(frozen=True)
-class _Named:
+class _Loaded:
     """A loaded adapter. version: how often its name was loaded. before: digest of the one that it replaced"""
 
     digest: str
@@ -42,7 +41,7 @@ class Adapters:
 
     served: names of the model itself, which no adapter may have
     share: lets the other hosts of the engine hold an adapter, by its directory, its digest and the digests of those
-    that stay. Raises ServerError if one of them cannot
+      that stay. Raises ServerError if one of them cannot
     """
 
     def __init__(
@@ -56,16 +55,18 @@ class Adapters:
         self._share = share
         self._slots = slots
         self._served = served
-        self._named: dict[str, _Named] = {}
+        self._named: dict[str, _Loaded] = {}
         self._versions: dict[str, int] = {}  # of names that were loaded, unloaded ones included
         self._labels: dict[str, str] = {}  # by digest: NAME@VERSION
 
     def load_directory(
         self, name: str, path: str, *, replace: bool = False, pinned: bool = False, digest: str = ""
     ) -> AdapterStatus:
-        """Load an adapter of a directory. Raises InvalidValueError, ConflictError if the name is in use.
+        """Load an adapter of a directory. replace: an adapter that has the name. pinned: it keeps its slot
 
-        digest: what its tensors must have; empty: any
+        digest: the one that its tensors must have; empty: any
+        Raises ConflictError if the name is in use and `replace` is false, InvalidValueError if the name or the files
+        are wrong or too many adapters are pinned, and ServerError if the files or the memory of the host fail.
         """
 
         def read() -> Adapter:
@@ -83,8 +84,14 @@ class Adapters:
         return self._load(name, lambda: adapter_of(_numpy(tensors), config, self._device.adapted), "", replace, pinned)
 
     def _load(self, name: str, read: Callable[[], Adapter], path: str, replace: bool, pinned: bool) -> AdapterStatus:
-        if not NAME.fullmatch(name) or name in self._served:
-            raise InvalidValueError(f"{name[:128]!r} is no name for an adapter, or the model's own", param="lora_name")
+        if not re.fullmatch(NAME, name):
+            raise InvalidValueError(
+                f"{name[:128]!r} is no name for an adapter: a name is 1 to 128 letters, digits and . _ : / @ + -, and "
+                "begins with a letter or a digit",
+                param="lora_name",
+            )
+        if name in self._served:
+            raise InvalidValueError(f"{name!r} is a name of the model", param="lora_name")
         old = self._named.get(name)
         if old is not None and not replace:
             raise ConflictError(f"the adapter {name!r} is loaded; load_inplace replaces it")
@@ -102,7 +109,7 @@ class Adapters:
         self._device.held.setdefault(adapter.digest, adapter)
         version = self._versions[name] = self._versions.get(name, 0) + 1
         before = "" if old is None else old.digest
-        self._named[name] = _Named(adapter.digest, adapter.rank, version, path, pinned, before)
+        self._named[name] = _Loaded(adapter.digest, adapter.rank, version, path, pinned, before)
         self._labels[adapter.digest] = f"{name}@{version}"
         self._changed()
         return self._status(name)

@@ -129,7 +129,7 @@ def _published(file: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 DEMO_NAME = "demo"
-_NO_DRAFTS = {"method": "off", "draft_model": None, "draft_revision": None}
+NO_DRAFTS = {"method": "off", "draft_model": None, "draft_revision": None}  # of SpeculationSection
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*/?", re.ASCII)
 # On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
 # lengthens the steps of online requests: twice as many made the demo model's on 2 cores wait 1.5 times as long.
@@ -196,7 +196,8 @@ def engine_info(
 ) -> EngineInfo:
     """Describe a ready engine.
 
-    seconds: duration of each phase of its start. num_compiled: programs that were in no cache. drafter: its field
+    seconds: duration of each phase of its start. num_compiled: programs that were in no cache
+    drafter: see `EngineInfo.drafter`
     """
     model = found.loaded.config
     defaults = dataclasses.asdict(model.generation)
@@ -249,7 +250,7 @@ def with_drafts(config: Config, served: LoadedModel, platform: str) -> tuple[Con
             sizes = _read_size(served.config, served.structure), _read_size(draft, structure)
             gain = speedup(platform, *sizes, section.max_drafts)
             if gain < WORTH:
-                return config.replace(speculation=_NO_DRAFTS), f"none: {section.draft_model} would make {gain:.2f} x"
+                return config.replace(speculation=NO_DRAFTS), f"none: {section.draft_model} would make {gain:.2f} x"
             note = f", by its size {gain:.1f} x for one row"
         config = config.replace(speculation={"method": section.source})
         section = config.speculation
@@ -266,7 +267,7 @@ def _read_size(model: ModelConfig, structure: ModelStructure) -> Size:
 
 
 def _source(section: SpeculationSection) -> str | None:
-    """Return where guesses come from, in words; "": there are none."""
+    """Return where guesses come from, in words; "" if there are none."""
     of_method = {"off": "", "ngram": "n-grams", "mtp": "the checkpoint's own head (MTP)"}
     return of_method.get(section.source, section.draft_model)
 
@@ -340,7 +341,7 @@ def build_engine(
     pooling = read_pooling(files, loaded.config)
     model = ServedModel(files, loaded, tokenizer, pooling, embedding_prompt(files, pooling))
     check_handover(config, loaded.config, generates=model.generates)
-    config = config if model.generates else config.replace(speculation=_NO_DRAFTS)
+    config = config if model.generates else config.replace(speculation=NO_DRAFTS)
     config = config if early else config.replace(runtime={"wait_for_programs": True})
     config, drafter = with_drafts(config, loaded, mesh.platform)
     draft = load_draft_model(config, loaded, files, mesh, send)
@@ -499,7 +500,8 @@ def load_draft_model(
         model, dtype = read_model(config, files, mesh, found)
         draft = _loaded(config, files, model, dtype, mesh, send)
     source, count = _source(section), section.max_drafts
-    logger.info("speculation: %s proposes %d tokens a step, %s", source, count, _size(draft))
+    size = f"{draft.structure.num_parameters / 1e6:.1f} million parameters"
+    logger.info("speculation: %s proposes %d tokens a step, %s", source, count, size)
     return draft
 
 
@@ -519,10 +521,6 @@ def _own_head(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[Mode
             fix="leave speculation.method out, or set it to ngram",
         )
     return head, dtype
-
-
-def _size(loaded: LoadedModel) -> str:
-    return f"{loaded.structure.num_parameters / 1e6:.1f} million parameters"
 
 
 def _dtypes(config: Config, model: ModelConfig, files: ModelFiles, mesh: DeviceMesh) -> tuple[jnp.dtype, jnp.dtype]:
@@ -546,7 +544,7 @@ def make_runner(
 ) -> ModelRunner | EncoderRunner:
     """Check that this machine computes correctly, and return a runner. Raises ConfigError.
 
-    agree, draft: as of ModelRunner
+    agree, draft: as in ModelRunner
     """
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
     pooling = read_pooling(files, loaded.config)
@@ -560,22 +558,12 @@ def make_runner(
     if not model.bidirectional:
         layers = model.attention_layers + (() if draft is None else draft.config.attention_layers)
         backend = serving_backend(resolved.attention, device, layers, dtype, mesh.tensor)
-    store: ProgramStorage | None = None
-    several = config.mesh.hosts > 1  # the programs of several processes are kept by JAX's own cache only
-    if config.runtime.bundle is not None:
-        refuse_bundle(loaded.config)
-        if several:
-            raise ConfigError("a bundle is for one host", fix="leave runtime.bundle out")
-        if draft is not None:
-            raise ConfigError(
-                "a bundle has neither a draft model nor a head yet",
-                fix="leave runtime.bundle or speculation.method out",
-            )
-        store, resolved = _bundle(config.runtime.bundle, loaded, resolved, mesh, backend)
+    if config.runtime.bundle is None:
+        store = _program_store(config, resolved, mesh)
     else:
-        store = None if several else open_store(resolved.compile_cache, mesh)
-        if resolved.compile_cache is not None and (store is None or mesh.platform != "cpu"):
-            program_cache.enable(resolved.compile_cache)  # a CPU's program from JAX's cache cannot be stored again
+        if config.mesh.hosts > 1:
+            raise ConfigError("a bundle is for one host", fix="leave runtime.bundle out")
+        store, resolved = _bundle(config.runtime.bundle, loaded, resolved, mesh, backend, draft)
     cases = serving_cases(
         backend,
         mesh,
@@ -588,22 +576,41 @@ def make_runner(
     def progress(name: str, done: int, total: int) -> None:
         send(Progress("programs", done, total, "programs"))
 
-    if loaded.config.bidirectional:
+    if model.bidirectional:
         if resolved.host_memory is not None:
             raise ConfigError("an encoder has no KV cache", fix="leave cache.host_memory out")
         if config.mesh.hosts > 1:
             raise ConfigError("an encoder does not run over several hosts", fix="leave mesh.hosts out")
     with discarding(store):
         check_numbers(cases, mesh, deterministic=resolved.deterministic, store=store)
-        if loaded.config.bidirectional:
+        if model.bidirectional:
             return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress, store=store)
         return ModelRunner(loaded, resolved, mesh, progress=progress, agree=agree, store=store, draft=draft)
 
 
+def _program_store(config: Config, resolved: RunnerConfig, mesh: DeviceMesh) -> ProgramStorage | None:
+    """Return the store of compiled programs; None if they are in JAX's own cache only, or in none."""
+    # The programs of several processes are kept by JAX's own cache only.
+    store = None if config.mesh.hosts > 1 else open_store(resolved.compile_cache, mesh)
+    if resolved.compile_cache is not None and (store is None or mesh.platform != "cpu"):
+        program_cache.enable(resolved.compile_cache)  # a CPU's program from JAX's cache cannot be stored again
+    return store
+
+
 def _bundle(
-    path: Path, loaded: LoadedModel, resolved: RunnerConfig, mesh: DeviceMesh, backend: Backend | None
+    path: Path,
+    loaded: LoadedModel,
+    resolved: RunnerConfig,
+    mesh: DeviceMesh,
+    backend: Backend | None,
+    draft: LoadedModel | None,
 ) -> tuple[Bundle, RunnerConfig]:
     """Open a bundle. Returns it and the configuration with its pages. Raises ConfigError if it does not fit."""
+    refuse_bundle(loaded.config)
+    if draft is not None:
+        raise ConfigError(
+            "a bundle has neither a draft model nor a head yet", fix="leave runtime.bundle or speculation.method out"
+        )
     if backend is None:
         raise ConfigError("an encoder takes no bundle", fix="leave runtime.bundle out")
     bundle = Bundle.open(path, mesh)

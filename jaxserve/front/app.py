@@ -55,13 +55,13 @@ from jaxserve.telemetry.metrics import (
 from jaxserve.telemetry.tracing import NoTracing
 
 
-class _Named(msgspec.Struct):
+class _NamesModel(msgspec.Struct):
     """A body of which only the model is read. Its other fields are skipped, not decoded."""
 
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-_NAMED = msgspec.json.Decoder(_Named)
+_NAMES_MODEL = msgspec.json.Decoder(_NamesModel)
 _NAME = msgspec.json.Decoder(str | None)
 
 
@@ -86,7 +86,7 @@ def _model_of(body: bytes, limits: BodyLimits, path: str) -> str | None:
     """Return the body's model; None if it has none. Raises InvalidValueError and PayloadTooLargeError."""
     limits.check_json(body, path)
     try:
-        found = _NAMED.decode(body).model
+        found = _NAMES_MODEL.decode(body).model
     except msgspec.ValidationError:
         raise InvalidValueError("body: should be an object", code="invalid_type") from None
     except (msgspec.DecodeError, RecursionError) as error:
@@ -101,13 +101,13 @@ _LOADS_ADAPTER = frozenset({"/v1/load_lora_adapter", "/load_lora_adapter"})
 _UNLOADS_ADAPTER = frozenset({"/v1/unload_lora_adapter", "/unload_lora_adapter"})
 
 
-class _Adapter(msgspec.Struct):
+class _NamesAdapter(msgspec.Struct):
     """A body of which only the adapter's name is read."""
 
     lora_name: str
 
 
-_ADAPTER = msgspec.json.Decoder(_Adapter)
+_NAMES_ADAPTER = msgspec.json.Decoder(_NamesAdapter)
 
 
 async def choose_base(models: LoadedModels, named: FrontModel | None, path: str, body: bytes) -> FrontModel:
@@ -116,9 +116,9 @@ async def choose_base(models: LoadedModels, named: FrontModel | None, path: str,
     Raises ConflictError for a load under a name of another model or of its adapter: a name is one model's.
     """
     try:
-        name = _ADAPTER.decode(body).lora_name
+        name = _NAMES_ADAPTER.decode(body).lora_name
     except msgspec.DecodeError:
-        return named or models.default  # it says what is wrong with the body
+        return named or models.default  # its server says what is wrong with the body
     await models.refresh_adapters()
     has_it = next((each for each in models.all if name in each.plan.names or name in each.adapters), None)
     found = named or has_it or models.default

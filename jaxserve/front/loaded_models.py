@@ -80,7 +80,7 @@ class FrontModel:
 
     @property
     def adapters(self) -> dict[str, dict[str, Any]]:
-        """Entries of /v1/models by the names of adapters. While the model is not loaded: those that a load brings."""
+        """Entries of /v1/models by the names of adapters; those that a load brings, while the model is not loaded."""
         if self.state == "loaded":
             return self._loaded_adapters
         return self._own_adapters | (self._loaded_adapters if self.plan.config.lora.keep else {})

@@ -14,8 +14,9 @@ from jaxserve.types.step import Request
 FIRST_RATE = 0.7  # assumed before any draft was compared: the operator chose a model that guesses well
 
 
-# of a platform: seconds of a layer's small kernels, bytes of weights a second, and how much longer a step takes with
-# drafts of a row. Of a CPU with few cores (BENCHMARKS.md), an H200 (docs/experiments/compiled.md) and a v5e
+# By platform: seconds of a layer's small kernels, bytes of weights read in a second, and how many times as long a step
+# takes with the drafts of one row. They are of a CPU with few cores (BENCHMARKS.md), an H200
+# (docs/experiments/compiled.md) and a v5e.
 _MACHINES = {"cpu": (60e-6, 20e9, 1.35), "gpu": (27e-6, 4.3e12, 1.1), "tpu": (10e-6, 0.8e12, 1.1)}
 
 
@@ -47,9 +48,9 @@ def speedup(platform: str, served: Size, draft: Size, count: int) -> float:
 
 
 class DeviceDrafts:
-    """The `Drafter` of a draft model. Its guesses arrive with the tokens of the step before.
+    """The `Drafter` of a draft model or head. Its guesses arrive with the tokens of the step before.
 
-    vocab_size: of the served model, whose checkpoint is another than the one that the guesses come from
+    vocab_size: of the served model. A guess outside of it is no token
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 import jax
 
 from jaxserve.config import Config
-from jaxserve.engine.factory import Send, load, locate, make_runner
+from jaxserve.engine.factory import NO_DRAFTS, Send, load, locate, make_runner
 from jaxserve.engine.hosts import agreement
 from jaxserve.engine.hosts.jax_group import join_devices, write_programs
 from jaxserve.engine.hosts.leader import end_process, offer_of, with_sizes
@@ -247,7 +247,7 @@ def _built(config: Config, end: FollowerEnd, send: Send, coordinator: str) -> Fo
     send(Progress("weights", unit="bytes"))
     loaded = load(config, files, mesh, send)
     if is_embedder(files, loaded.config) or loaded.config.labels:
-        config = config.replace(speculation={"method": "off", "draft_model": None, "draft_revision": None})
+        config = config.replace(speculation=NO_DRAFTS)
     send(Progress("programs", unit="programs"))
     agree = functools.partial(agreed_plan, end)
     runner = make_runner(config, loaded, files, mesh, send, agree)
