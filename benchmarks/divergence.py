@@ -1,4 +1,4 @@
-"""Measure how far quantised weights move a model's distributions, beside the change of perplexity.
+"""Measure how far quantized weights move a model's distributions, beside the change of perplexity.
 
     python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4 nvfp4 mxfp4] [--rounded]
 

@@ -27,7 +27,7 @@ from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.models.checkpoint.structure import build
 
 MIB = 2**20
-FORMS = {  # the dtype of what is not quantised, and ModelConfig.quantization
+FORMS = {  # the dtype of what is not quantized, and ModelConfig.quantization
     "float32": ("float32", "none"),
     "bfloat16": ("bfloat16", "none"),
     "int8": ("bfloat16", "int8"),

@@ -394,11 +394,11 @@ class ModelSection(Section):
     )
     quantization: Literal["auto", "none", "int8", "fp8", "int4", "mxfp4", "nvfp4"] = Field(
         "auto",
-        description="auto: weights of 8 and 4 bits as published, others not quantised. none: all are converted to "
-        "dtype. Others: linear layers and experts are quantised at load, to 8 bits with a scale for 128 numbers or 4 "
+        description="auto: weights of 8 and 4 bits as published, others not quantized. none: all are converted to "
+        "dtype. Others: linear layers and experts are quantized at load, to 8 bits with a scale for 128 numbers or 4 "
         "bits with one for 32 (nvfp4: 16); embeddings, heads, norms and routers are not.",
     )
-    quantize_head: bool = Field(False, description="Quantise the output head too, with a quantization at load.")
+    quantize_head: bool = Field(False, description="Quantize the output head too, with a quantization at load.")
     max_model_len: Annotated[Int, Field(ge=8, le=2**26)] | None = Field(
         None, description="Context length in tokens, prompt plus output. Default: the model's."
     )

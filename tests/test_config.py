@@ -48,7 +48,7 @@ HARMLESS: list[tuple[list[str], list[Any], str]] = [
         "a name that nobody asks for",
     ),
     (SWITCHES, [True, 0, "0", "true"], "0 and true are how YAML and environments write a switch"),
-    (["model.quantization"], ["none"], "the word for weights that are not quantised"),
+    (["model.quantization"], ["none"], "the word for weights that are not quantized"),
     (["mesh.cluster"], ["none"], "the default"),
     (["lora.slots"], [0, "0"], "0: no adapters"),
     (["media.max_items"], [0, "0"], "0: no pictures"),

@@ -1,4 +1,4 @@
-"""The linear layers of the device suite: quantised weights beside float32, and the products of Llama-3.1-8B by rows."""
+"""The linear layers of the device suite: quantized weights beside float32, and the products of Llama-3.1-8B by rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.ops.quantized import Quantized
 
 
 def numerics(bench: Bench) -> None:
-    """Compare the kernel of quantised weights with the same numbers in float32, for few rows and many."""
+    """Compare the kernel of quantized weights with the same numbers in float32, for few rows and many."""
     for form in ("int8", "int4", "fp8", "mxfp4"):
         for rows in (3,) if bench.tiny else (1, 100):
             cell, question = functools.partial(_compare, bench, form, rows), f"Are products of {form} weights right?"

@@ -51,7 +51,7 @@ SECTIONS = {
     "versions": "What machine is this?",
     "ceilings": "What can the device do at most?",
     "numerics": "Are the kernels that `auto` picks right on this device?",
-    "numerics_weights": "Are the kernels of quantised weights and of experts right on this device?",
+    "numerics_weights": "Are the kernels of quantized weights and of experts right on this device?",
     "steps-llama-8b": "What is a step of the 8B worth at 1, 128 and 512 rows?",
     "serve-llama-8b": "What do clients of a server of the 8B get?",
     "steps-gpt-oss-20b": "What is a step with MXFP4 experts worth?",

@@ -1,10 +1,10 @@
-"""Make tiny quantised checkpoints with llm-compressor and gguf, and the logits of transformers' float32 forward pass.
+"""Make tiny quantized checkpoints with llm-compressor and gguf, and the logits of transformers' float32 forward pass.
 
     python make.py DIR        in an environment of its own with llmcompressor and gguf
 
 Each form gets a directory with the checkpoint and `expected.npz`: `tokens` int32 [T], of which the first `prompt` are
 given and the others are what greedy decoding chose, and `logits` float32 [T, V]. Weights are those that the format
-holds, as transformers dequantises them. Activations are not rounded.
+holds, as transformers dequantizes them. Activations are not rounded.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def expect(model: torch.nn.Module, directory: Path) -> None:
     """Decode greedily with a model in float32, and write the tokens and their logits."""
     model = model.eval()
     for module in model.modules():
-        module.quantization_enabled = False  # llm-compressor's layers: the weights are dequantised, activations stay
+        module.quantization_enabled = False  # llm-compressor's layers: the weights are dequantized, activations stay
     tokens = torch.arange(PROMPT)[None] * 37 % 512
     with torch.no_grad():
         for _ in range(OUTPUT):
@@ -47,7 +47,7 @@ def expect(model: torch.nn.Module, directory: Path) -> None:
 
 
 def compressed(plain: Path, out: Path, scheme: str) -> None:
-    """Quantise with llm-compressor by rounding to the nearest number."""
+    """Quantize with llm-compressor by rounding to the nearest number."""
     modifiers = importlib.import_module("llmcompressor.modifiers.quantization")
     oneshot = importlib.import_module("llmcompressor").oneshot
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)

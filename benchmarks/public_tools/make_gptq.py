@@ -26,8 +26,8 @@ FORMS = {
 PLACES = {"GPTQ_ACTORDER": range(8), "AWQ": (0, 4, 1, 5, 2, 6, 3, 7)}  # of eight codes in an int32
 
 
-def quantise(plain: Path, out: Path, form: str) -> None:
-    """Quantise by gptqmodel, with random tokens to calibrate."""
+def quantize(plain: Path, out: Path, form: str) -> None:
+    """Quantize by gptqmodel, with random tokens to calibrate."""
     package = importlib.import_module("gptqmodel")
     torch.manual_seed(1)
     rows = [{"input_ids": torch.randint(3, VOCAB, (128,)).tolist(), "attention_mask": [1] * 128} for _ in range(16)]
@@ -65,7 +65,7 @@ def main() -> None:
     for form in form_names:
         out = root / form
         if not (out / "model.safetensors").is_file():
-            quantise(plain, out, form)
+            quantize(plain, out, form)
         model = LlamaForCausalLM.from_pretrained(root / "plain", dtype=torch.float32)
         model.load_state_dict(decoded(out, form), strict=True)
         expect(model, out)

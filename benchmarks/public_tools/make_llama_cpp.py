@@ -3,7 +3,7 @@
     python make_llama_cpp.py DIR LIBRARY        after make.py, in its environment
 
 LIBRARY: a libllama.so, such as that in llama_cpp/lib of llama-cpp-python, or in the npm package
-@node-llama-cpp/linux-x64. It quantises DIR/F16/model.gguf. `expected.npz` is as make.py describes, of the numbers that
+@node-llama-cpp/linux-x64. It quantizes DIR/F16/model.gguf. `expected.npz` is as make.py describes, of the numbers that
 the gguf package decodes.
 """
 
@@ -27,7 +27,7 @@ class Parameters(ctypes.Structure):
     _fields_ = (("threads", ctypes.c_int32), ("form", ctypes.c_int32), ("others", ctypes.c_uint8 * 504))
 
 
-def quantise(library: ctypes.CDLL, source: Path, target: Path, form: str) -> None:
+def quantize(library: ctypes.CDLL, source: Path, target: Path, form: str) -> None:
     library.llama_model_quantize_default_params.restype = Parameters
     parameters = library.llama_model_quantize_default_params()
     parameters.form = FORMS[form]
@@ -43,7 +43,7 @@ def main() -> None:
         out = root / form
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        quantise(library, root / "F16" / "model.gguf", out / "model.gguf", form)
+        quantize(library, root / "F16" / "model.gguf", out / "model.gguf", form)
         types = Counter(tensor.tensor_type.name for tensor in GGUFReader(out / "model.gguf").tensors)
         expect(AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32), out)
         print(f"{form}: made, {dict(types)}", flush=True)

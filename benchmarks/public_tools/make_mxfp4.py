@@ -1,4 +1,4 @@
-"""Make a tiny gpt-oss checkpoint whose experts compressed-tensors quantised to MXFP4, and transformers' logits.
+"""Make a tiny gpt-oss checkpoint whose experts compressed-tensors quantized to MXFP4, and transformers' logits.
 
     python make_mxfp4.py DIR        in the environment of make.py
 
@@ -23,7 +23,7 @@ GROUP = 32  # numbers that share a scale
 SCHEME = preset_name_to_scheme("MXFP4A16", ["Linear"])
 
 
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return blocks [N, K / 32, 16], scales [N, K / 32] and the numbers [N, K] of a weight [N, K]."""
     groups = weight.unflatten(1, (-1, GROUP))
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), SCHEME.weights)
@@ -45,7 +45,7 @@ def main() -> None:
     model = GptOssForCausalLM(config).float()
     tensors = dict(model.state_dict())
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        made = [quantised(expert.T.contiguous()) for expert in tensors.pop(name)]  # transformers has them as [K, N]
+        made = [quantized(expert.T.contiguous()) for expert in tensors.pop(name)]  # transformers has them as [K, N]
         blocks, scales, wide = (torch.stack(each) for each in zip(*made, strict=True))
         tensors |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
         model.get_parameter(name).data.copy_(wide.transpose(1, 2))

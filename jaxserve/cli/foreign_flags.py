@@ -166,7 +166,7 @@ _DEFAULTS = Refused("change generation_config.json in the model's directory, or 
 _MODEL_FILE = Refused("change config.json in a copy of the model's directory")
 _DEBUG = Refused("leave it out: --log-level debug and /metrics show what the engine does")
 _QUANTIZED = Refused(
-    "leave it out: config.json shows whether a checkpoint is quantised; --quantization quantises another"
+    "leave it out: config.json shows whether a checkpoint is quantized; --quantization quantizes another"
 )
 _STORED = (  # config.json says
     *("null", "none", "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors"),

@@ -141,7 +141,7 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
         if len(quantized) < len(names):
             wide = next(name for name in names if name not in quantized)
             raise ModelLoadError(
-                f"{quantized[0]} is quantised and {wide} is not, and they are computed as one", fix=_FIX
+                f"{quantized[0]} is quantized and {wide} is not, and they are computed as one", fix=_FIX
             )
         if other := next((name for name in quantized if form.of(name) != form.of(names[0])), None):
             raise ModelLoadError(f"{names[0]} and {other} differ in form, and they are computed as one", fix=_FIX)

@@ -91,7 +91,7 @@ def test_a_layer_is_ten_kernels_by_cublas() -> None:
     assert all(found <= most for found, most in zip(kernels, (11, 10, 10), strict=True))
 
 
-def test_quantised_layers_are_one_kernel_that_spills_nothing() -> None:
+def test_quantized_layers_are_one_kernel_that_spills_nothing() -> None:
     programs = {
         name: found for name, found in table.load()["programs"].items() if "8B in int" in name and "decode" in name
     }

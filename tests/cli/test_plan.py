@@ -87,7 +87,7 @@ def test_windows_are_in_what_a_request_costs(tmp_path: Path, capsys: pytest.Capt
         (None, {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, "FP8"),
     ],
 )
-def test_a_quantised_checkpoint_is_told_by_its_own_bytes(
+def test_a_quantized_checkpoint_is_told_by_its_own_bytes(
     quantization: Any, beside: Any, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = TINY_LLAMA | {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 128}
@@ -110,7 +110,7 @@ def test_a_quantised_checkpoint_is_told_by_its_own_bytes(
     assert sizes[2] <= sizes[3] < 0.65 * sizes[1]
 
 
-def test_the_size_of_a_quantised_checkpoint_is_that_of_its_tensors(tmp_path: Path) -> None:
+def test_the_size_of_a_quantized_checkpoint_is_that_of_its_tensors(tmp_path: Path) -> None:
     hf, stored, _ = gpt_oss_mxfp4()
     hf |= {"quantization_config": {"quant_method": "mxfp4"}}
     directory = write_checkpoint(tmp_path, hf, stored)
@@ -189,7 +189,7 @@ def test_the_command_is_found() -> None:
 
 
 @pytest.mark.parametrize(("kind", "part"), [("int8", 0.52), ("int4", 0.32)])
-def test_a_quantised_model_is_planned(
+def test_a_quantized_model_is_planned(
     kind: str, part: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the bytes of bfloat16, with the scales; embeddings and head are small here."""

@@ -82,5 +82,5 @@ def test_tokens_of_an_fp8_checkpoint_are_those_of_its_decoded_numbers(tmp_path: 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     hf = ENCODERS["bert"]
-    with pytest.raises(ConfigError, match="an encoder's weights cannot be quantised"):
+    with pytest.raises(ConfigError, match="an encoder's weights cannot be quantized"):
         Engine(str(write_checkpoint(tmp_path, hf, random_tensors(hf))), quantization="int8")

@@ -68,7 +68,7 @@ def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", str(target), "--mesh", "1"]) == 0
     assert "as int8 and bfloat16" in capsys.readouterr().out
     assert main(["plan", str(target), "--quantization", "int4"]) == 2
-    assert "is a converted checkpoint with quantised weights" in capsys.readouterr().err
+    assert "is a converted checkpoint with quantized weights" in capsys.readouterr().err
 
 
 def test_another_form_is_refused(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_another_form_is_refused(tmp_path: Path) -> None:
     for asked in ("none", "int4"):
         with pytest.raises(ConfigError, match=f"model.quantization: {asked} does not change"):
             choose_quantization(asked, read_config(target), ModelFiles.open(target))
-    with pytest.raises(ModelLoadError, match="which is not quantised at load"):
+    with pytest.raises(ModelLoadError, match="which is not quantized at load"):
         load(target, "int4")
     manifest = target / "jaxserve.json"
     whole = json.loads(manifest.read_text())

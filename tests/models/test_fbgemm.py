@@ -38,7 +38,7 @@ NUMBERS = np.array([np.nan if code & 127 == 127 else number(code) for code in ra
 
 
 def fbgemm(chosen: str = "layers.1.mlp") -> tuple[Tensors, Tensors]:
-    """(the checkpoint, the same decoded here), with the projections of `chosen` quantised."""
+    """(the checkpoint, the same decoded here), with the projections of `chosen` quantized."""
     stored, rng = random_tensors(MODELS["llama"]), np.random.default_rng(5)
     plain = dict(stored)
     for name, weight in plain.items():
@@ -69,7 +69,7 @@ def test_logits_are_those_of_weights_decoded_here(tmp_path: Path) -> None:
 def test_a_part_of_a_fused_weight_is_refused_by_name(tmp_path: Path) -> None:
     stored, _ = fbgemm("layers.1.mlp.up_proj")
     directory = write_checkpoint(tmp_path, MODELS["llama"] | {"quantization_config": FBGEMM}, stored)
-    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj is quantised and .*gate_proj is not"):
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj is quantized and .*gate_proj is not"):
         load(directory, "stored")
     assert num_kept(load(directory, "none")) == 0
 
@@ -84,12 +84,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (FBGEMM | {"activation_scale_ub": -1}, "'activation_scale_ub' must be a positive number"),
     (FBGEMM | {"activation_scale_ub": "1200"}, "'activation_scale_ub' must be a positive number"),
     (FBGEMM | {"modules_to_not_convert": "lm_head"}, "'modules_to_not_convert' must be a list of names"),
-    (groups({"strategy": "group"}), "'strategy' of a quantised checkpoint is 'group'"),
-    (groups({"num_bits": 4}), "'group_size' of a quantised checkpoint is None"),
-    (groups({"num_bits": 6}), "'num_bits' of a quantised checkpoint is 6"),
+    (groups({"strategy": "group"}), "'strategy' of a quantized checkpoint is 'group'"),
+    (groups({"num_bits": 4}), "'group_size' of a quantized checkpoint is None"),
+    (groups({"num_bits": 6}), "'num_bits' of a quantized checkpoint is 6"),
     (groups(BLOCK, {"strategy": "channel"}), "'block_structure' differs between groups of layers"),
     (groups(BLOCK | {"block_structure": [128]}), "'block_structure' must be two sizes"),
-    (groups({}, input_activations={"num_bits": 4}), "'input_activations' of a quantised checkpoint"),
+    (groups({}, input_activations={"num_bits": 4}), "'input_activations' of a quantized checkpoint"),
 ]
 
 

@@ -109,7 +109,7 @@ def test_types_with_minima(name: str, kind: str, tmp_path: Path) -> None:
 
 
 def packings(model: LoadedModel) -> dict[str, tuple[str, int, bool]]:
-    """How each quantised weight is held: kind, group, and whether it has zeros."""
+    """How each quantized weight is held: kind, group, and whether it has zeros."""
     found = ((spec.wide().name, spec.packing) for spec in model.structure.specs)
     return {name: (packing.kind, packing.group, packing.zeros) for name, packing in found if packing is not None}
 
@@ -166,7 +166,7 @@ def test_what_is_not_held_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has Q4_0 and Q8_0 of GGUF already"):
         choose_quantization("int8", read_config(file), ModelFiles.open(file))
     file, _ = written(tmp_path / "partly", "llama", "Q4_0", attn_v="F16")
-    with pytest.raises(ModelLoadError, match=r"q_proj is quantised and .*v_proj is not"):
+    with pytest.raises(ModelLoadError, match=r"q_proj is quantized and .*v_proj is not"):
         load(file, "stored")
 
 

@@ -1,4 +1,4 @@
-"""Quantising at load: which weights, their bytes, and the tokens of the same numbers held wide."""
+"""Quantizing at load: which weights, their bytes, and the tokens of the same numbers held wide."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(directory: Path, kind: Any, mesh: Any = None) -> LoadedModel:
 
 
 def widened(model: LoadedModel) -> LoadedModel:
-    """The same numbers without quantisation."""
+    """The same numbers without quantization."""
     structure = build(model.config.replace(quantization="none"), FLOAT32)
     leaves, rest = [], iter(model.leaves)
     for specs in by_parameter(model.structure.specs):
@@ -137,7 +137,7 @@ def test_a_head_whose_groups_cannot_be_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 def test_rows_of_one_group_are_not_split(kind: str, tmp_path: Path) -> None:
-    """Each device would quantise its part of a group by a scale of its own."""
+    """Each device would quantize its part of a group by a scale of its own."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"intermediate_size": 32}))
     specs = build(read_config(tmp_path).replace(quantization=kind), FLOAT32).specs
     scales = next(spec for spec in specs if spec.name.endswith("down_proj.weight.scales"))
@@ -145,15 +145,15 @@ def test_rows_of_one_group_are_not_split(kind: str, tmp_path: Path) -> None:
         param_sharding(scales, AbstractMesh((2,), ("tensor",)))
 
 
-def test_the_head_where_it_is_not_quantised_at_load(tmp_path: Path) -> None:
+def test_the_head_where_it_is_not_quantized_at_load(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     assert choose_head(True, "int4", ModelFiles.open(directory))
     assert not choose_head(False, "int4", ModelFiles.open(directory))
     for held in ("none", "stored"):
-        with pytest.raises(ConfigError, match=r"model.quantize_head is for weights that are quantised at load"):
+        with pytest.raises(ConfigError, match=r"model.quantize_head is for weights that are quantized at load"):
             choose_head(True, held, ModelFiles.open(directory))
     orbax.convert(load(directory, "int8"), tmp_path / "converted")
-    with pytest.raises(ConfigError, match="whose head is not quantised"):
+    with pytest.raises(ConfigError, match="whose head is not quantized"):
         choose_head(True, "int8", ModelFiles.open(tmp_path / "converted"))
 
 
@@ -177,7 +177,7 @@ def test_random_weights(tmp_path: Path) -> None:
 def test_a_converted_checkpoint_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "source", LLAMA, random_tensors(LLAMA))
     orbax.convert(load(directory, "none"), tmp_path / "converted")
-    with pytest.raises(ModelLoadError, match="converted checkpoint, which is not quantised"):
+    with pytest.raises(ModelLoadError, match="converted checkpoint, which is not quantized"):
         load(tmp_path / "converted", "int8")
 
 

@@ -29,7 +29,7 @@ TOKENS = FEW_ROWS + 5
 
 @dataclass(frozen=True)
 class ByNumpy(Products):
-    """Products in float64 with numbers that numpy decodes and rounds, of quantised weights."""
+    """Products in float64 with numbers that numpy decodes and rounds, of quantized weights."""
 
     kind: str = ""
 

@@ -181,7 +181,7 @@ def test_a_plan_reads_the_lists(lists: dict[str, Any], method: str, tmp_path: Pa
 
 def test_a_mixture_is_refused_by_name(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, *fp8("llama", "channel", skipped="layers.1.self_attn.k_proj"))
-    with pytest.raises(ModelLoadError, match=r"q_proj is quantised and model.layers.1.self_attn.k_proj is not"):
+    with pytest.raises(ModelLoadError, match=r"q_proj is quantized and model.layers.1.self_attn.k_proj is not"):
         load(directory, "stored")
     assert num_kept(load(directory, "none")) == 0
 

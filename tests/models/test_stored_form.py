@@ -228,25 +228,25 @@ def transforms(*locations: str) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (edited(compressed(8, None), input_activations={"num_bits": 4}), "'input_activations' of a quantised checkpoint"),
-    (edited(compressed(4, 32), num_bits=3), "'num_bits' of a quantised checkpoint is 3"),
+    (edited(compressed(8, None), input_activations={"num_bits": 4}), "'input_activations' of a quantized checkpoint"),
+    (edited(compressed(4, 32), num_bits=3), "'num_bits' of a quantized checkpoint is 3"),
     (edited(compressed(4, 32), group_size=48), "'group_size' is 48"),
-    (edited(compressed(4, 32), strategy="block"), "'strategy' of a quantised checkpoint"),
-    (edited(compressed(4, 32), targets=["Conv"]), "'targets' of a quantised checkpoint"),
+    (edited(compressed(4, 32), strategy="block"), "'strategy' of a quantized checkpoint"),
+    (edited(compressed(4, 32), targets=["Conv"]), "'targets' of a quantized checkpoint"),
     (edited(compressed(4, 32), format="marlin-24"), "compressed-tensors 'marlin-24' is not supported"),
-    (edited(compressed(4, 32), sparsity_config={"format": "sparse"}), "'format' of a quantised checkpoint is 'sparse'"),
-    (edited(compressed(4, 32), transform_config=transforms("weight_input", "input")), "'location' of a quantised"),
+    (edited(compressed(4, 32), sparsity_config={"format": "sparse"}), "'format' of a quantized checkpoint is 'sparse'"),
+    (edited(compressed(4, 32), transform_config=transforms("weight_input", "input")), "'location' of a quantized"),
     (edited(compressed(4, 32), ignore=["re:("]), "'ignore' has no regular expression"),
     (edited(compressed(4, 32), ignore=["re:(?!b)(a+)+$"]), "'ignore' has no regular expression"),
     (edited(compressed(4, 32), ignore="lm_head"), "'ignore' must be a list of names"),
     (edited(compressed(4, 32), config_groups={}), "'config_groups' has 0 groups"),
     (edited(compressed(4, 32), config_groups={"a": 1}), "'config_groups' must be an object of objects"),
-    (gptq(4, 32, desc_act="some"), "'desc_act' of a quantised checkpoint is 'some'"),
-    (gptq(3, 32), "'bits' of a quantised checkpoint is 3"),
-    (gptq(4, 32, dynamic={"-:x": {}}), "'dynamic' of a quantised checkpoint"),
-    (gptq(4, 32, lm_head=True), "'lm_head' of a quantised checkpoint"),
-    (AWQ | {"version": "gemv"}, "'version' of a quantised checkpoint is 'gemv'"),
-    (AWQ | {"bits": 8}, "'bits' of a quantised checkpoint is 8"),
+    (gptq(4, 32, desc_act="some"), "'desc_act' of a quantized checkpoint is 'some'"),
+    (gptq(3, 32), "'bits' of a quantized checkpoint is 3"),
+    (gptq(4, 32, dynamic={"-:x": {}}), "'dynamic' of a quantized checkpoint"),
+    (gptq(4, 32, lm_head=True), "'lm_head' of a quantized checkpoint"),
+    (AWQ | {"version": "gemv"}, "'version' of a quantized checkpoint is 'gemv'"),
+    (AWQ | {"bits": 8}, "'bits' of a quantized checkpoint is 8"),
 ]
 
 
@@ -305,7 +305,7 @@ def test_a_mixture_is_refused_by_name(tmp_path: Path) -> None:
     stored = {key: value for key, value in stored.items() if not key.startswith(name)}
     directory = write_checkpoint(tmp_path, hf_of("llama", form), stored | {f"{name}weight": plain[f"{name}weight"]})
     with pytest.raises(
-        ModelLoadError, match=r"self_attn.q_proj is quantised and model.layers.1.self_attn.k_proj is not"
+        ModelLoadError, match=r"self_attn.q_proj is quantized and model.layers.1.self_attn.k_proj is not"
     ):
         load(directory, "stored")
     assert load(directory, "none").structure.num_parameters
@@ -396,7 +396,7 @@ def test_a_shorter_last_group(tmp_path: Path) -> None:
         load(directory, "stored")
 
 
-def test_an_integer_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+def test_an_integer_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     stored, _ = write(random_tensors(MODELS["llama"]), FORMS["awq"])
     directory = write_checkpoint(tmp_path, hf_of("llama", FORMS["awq"]), stored)
     with pytest.raises(ConfigError, match=r"the checkpoint has 4-bit integers \(awq\) already"):

@@ -202,8 +202,8 @@ def test_few_rows_of_experts_that_are_kept_last_are_left_to_xla() -> None:
     assert lowered(fewer).count("tpu_custom_call") == 2
 
 
-def test_a_mixture_of_quantised_and_wide_experts_is_never_left_to_xla() -> None:
-    """XLA would widen the quantised one in every step."""
+def test_a_mixture_of_quantized_and_wide_experts_is_never_left_to_xla() -> None:
+    """XLA would widen the quantized one in every step."""
     few: Any = Quantized(wide(128, 160, 2, 288, dtype=jnp.int8), wide(128, 160, 2, 1, dtype=jnp.float32))
     few_down: Any = Quantized(wide(128, 288, 160, dtype=jnp.int8), wide(128, 288, 1, dtype=jnp.float32))
     gate_up, down = wide(128, 160, 2, 288), wide(128, 288, 160)

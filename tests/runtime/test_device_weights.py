@@ -106,7 +106,7 @@ def test_what_cannot_be_read_back_is_refused_by_name(make: MakeModel, monkeypatc
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_quantised_weights_are_quantised_alike(make: MakeModel, kind: str, family: str) -> None:
+def test_quantized_weights_are_quantized_alike(make: MakeModel, kind: str, family: str) -> None:
     hf = {"llama": WIDE, "qwen3_moe": CASES["qwen3_moe"] | {"hidden_size": 64, "moe_intermediate_size": 32}}[family]
     served, new, wide = make(hf, quantization=kind), make(hf, 1, quantization=kind), make(hf, 2)
     served.weights.replace(source_of(new.tensors, served.structure))
@@ -119,7 +119,7 @@ def test_quantised_weights_are_quantised_alike(make: MakeModel, kind: str, famil
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite_stay_so_when_quantised(make: MakeModel, kind: str, number: float) -> None:
+def test_numbers_that_are_not_finite_stay_so_when_quantized(make: MakeModel, kind: str, number: float) -> None:
     """A request then ends with an error, instead of an answer from other numbers."""
     served, new = make(quantization=kind), make(seed=1)
     new.tensors[DOWN][3, 5] = number

@@ -18,7 +18,7 @@ def choose_quantization(asked: str, model: ModelConfig, files: ModelFiles) -> st
     if asked == "none" or (asked == "auto" and decoded):
         return "none"
     if model.bidirectional:
-        raise ConfigError("an encoder's weights cannot be quantised", fix="set model.quantization: none")
+        raise ConfigError("an encoder's weights cannot be quantized", fix="set model.quantization: none")
     if asked == "auto" or (form is not None and asked == form.kind and form.is_float):
         return "stored"
     if form is not None and form.is_integer and not form.not_held():
@@ -35,13 +35,13 @@ def choose_head(asked: bool, quantization: str, files: ModelFiles) -> bool:
         held = bool(files.manifest["quantized_head"])
         if asked and not held:
             raise ConfigError(
-                f"{files.directory} is a converted checkpoint whose head is not quantised",
+                f"{files.directory} is a converted checkpoint whose head is not quantized",
                 fix="name the original checkpoint, or set model.quantize_head: false",
             )
         return held
     if asked and quantization in ("none", "stored"):
         raise ConfigError(
-            "model.quantize_head is for weights that are quantised at load, and these are not",
+            "model.quantize_head is for weights that are quantized at load, and these are not",
             fix="set model.quantization: int8, fp8, int4, mxfp4 or nvfp4",
         )
     return asked
@@ -51,7 +51,7 @@ def _of_converted(asked: str, files: ModelFiles) -> str:
     held = files.manifest["quantization"]
     if asked in ("auto", held):
         return held
-    what = "weights that are not quantised" if held == "none" else "quantised weights"
+    what = "weights that are not quantized" if held == "none" else "quantized weights"
     raise ConfigError(
         f"{files.directory} is a converted checkpoint with {what}, which model.quantization: {asked} does not change",
         fix="name the original checkpoint, or set model.quantization: auto",

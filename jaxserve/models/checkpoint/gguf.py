@@ -496,15 +496,15 @@ def _full_name(name: str) -> str:
     return f"model.layers.{layer.group(1)}.{_NAMES[base]}.{kind}" if layer else f"{_NAMES[base]}.{kind}"
 
 
-def _quantised_types(file: GgufFile) -> dict[str, str]:
+def _quantized_types(file: GgufFile) -> dict[str, str]:
     """Return the types of the quantized modules; none if no layer is quantized.
 
     Embeddings are not among them, nor a head of a type that does not stay quantized: they are dequantized at load.
     """
     found: dict[str, str] = {}
     for name, tensor in file.tensors.items():
-        quantised = tensor.block.count > 1 and len(tensor.shape) == 2
-        if quantised and (_LAYER.match(name) or tensor.block.name in HELD_BLOCKS):
+        quantized = tensor.block.count > 1 and len(tensor.shape) == 2
+        if quantized and (_LAYER.match(name) or tensor.block.name in HELD_BLOCKS):
             found[_full_name(name).removesuffix(".weight")] = tensor.block.name
     return found if any(name.startswith("model.layers.") for name in found) else {}
 
@@ -580,7 +580,7 @@ def _token_ids(file: GgufFile) -> dict[str, Any]:
 
 def _numbers(file: GgufFile) -> dict[str, Any]:
     """Return the keys of a config.json that describe the form of its weights."""
-    types = _quantised_types(file)
+    types = _quantized_types(file)
     if types:
         return {"dtype": "float16", "quantization_config": {"quant_method": "gguf", "types": types}}
     kinds = {tensor.block.name for name, tensor in file.tensors.items() if _LAYER.match(name) and len(tensor.shape) > 1}

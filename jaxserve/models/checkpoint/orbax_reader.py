@@ -173,12 +173,12 @@ def as_converted(config: ModelConfig, directory: Path, manifest: Mapping[str, An
     held, modules = manifest["quantization"], manifest["quantized_modules"]
     if config.quantization not in ("none", "stored", held):
         raise ModelLoadError(
-            f"{directory} is a converted checkpoint, which is not quantised at load",
+            f"{directory} is a converted checkpoint, which is not quantized at load",
             fix="name the original checkpoint, or set model.quantization: auto",
         )
     form = config.stored_form
     if held == "stored" and form is None:
-        raise ModelLoadError(f"{directory}: config.json does not describe the quantised weights", fix=FIX)
+        raise ModelLoadError(f"{directory}: config.json does not describe the quantized weights", fix=FIX)
     if form is not None and modules is not None:
         form = of_modules(form, modules if isinstance(modules, dict) else {"fp8": modules})
     tied = config.tie_word_embeddings

@@ -58,7 +58,7 @@ def _num_bytes(part: Part, config: ModelConfig, plain: int) -> int:
         return float_bytes(part, "gpt-oss", config.weight_block)
     own = None if form is None or form.method == "gpt-oss" else form.of(_module(part))
     one_of_all_experts = own is not None and own.is_integer and len(part.shape) != 2
-    if own is None or one_of_all_experts or not _is_quantised(part, head=form is not None and form.method == "mixed"):
+    if own is None or one_of_all_experts or not _is_quantized(part, head=form is not None and form.method == "mixed"):
         return count * plain
     return float_bytes(part, own.method, config.weight_block) if own.is_float else code_bytes(part, own)
 
@@ -67,7 +67,7 @@ def _module(part: Part) -> str:
     return part.name.removesuffix(".weight")
 
 
-def _is_quantised(part: Part, *, head: bool) -> bool:
+def _is_quantized(part: Part, *, head: bool) -> bool:
     """Return whether a part may be quantized. head: a mixture may name the output head"""
     never = any(word in part.name for word in _NEVER if not (head and word == "lm_head"))
     return len(part.shape) >= 2 and not never

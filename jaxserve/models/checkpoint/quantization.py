@@ -266,7 +266,7 @@ def _rounds_activations(found: Json) -> bool:
             for each in activations:
                 if each is not None and not (isinstance(each, dict) and each.get("num_bits") == 8):
                     raise ValueError(
-                        f"'input_activations' of a quantised checkpoint is {shown(each)} (supported: 8 bits)"
+                        f"'input_activations' of a quantized checkpoint is {shown(each)} (supported: 8 bits)"
                     )
             return any(activations)
         case "fbgemm_fp8":
@@ -321,7 +321,7 @@ def _awq(found: Json) -> StoredForm:
 def _only(found: Json, key: str, *supported: Any) -> None:
     if found.get(key) not in supported:
         names = ", ".join(shown(each) for each in supported)
-        raise ValueError(f"{key!r} of a quantised checkpoint is {shown(found.get(key))} (supported: {names})")
+        raise ValueError(f"{key!r} of a quantized checkpoint is {shown(found.get(key))} (supported: {names})")
 
 
 def _bits(found: Json, key: str) -> int:

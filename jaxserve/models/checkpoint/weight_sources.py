@@ -204,8 +204,8 @@ class LeafTree:
         wanted: list[ParamSpec] = []
         for specs in groups:
             wide = specs[0].wide()
-            quantises = specs[0].packing is not None and not specs[0].packing.stored and wide.name in given
-            found = [wide] if quantises else list(specs)
+            quantizes = specs[0].packing is not None and not specs[0].packing.stored and wide.name in given
+            found = [wide] if quantizes else list(specs)
             if not partial or any(spec.name in given for spec in found):
                 wanted += found
         _check_leaves(wanted, given, structure.config.architecture)
