@@ -91,7 +91,7 @@ class Fetcher:
         )
 
     def _get(self, parts: SplitResult, deadline: float) -> tuple[bytes, str | None]:
-        """Return the body, at most one byte too long, or the place that a redirect names."""
+        """Return (body, None), at most one byte longer than `max_bytes`, or (b"", the place that a redirect names)."""
         host, secure = parts.hostname or "", parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
         with contextlib.ExitStack() as stack:

@@ -8,7 +8,10 @@ from jaxserve.media.processor import PictureSettings
 
 
 class PictureSetup(msgspec.Struct):
-    """The limits of the worker. cpu_seconds: CPU time of each frame. max_bytes, max_pixels: of an encoded picture"""
+    """The limits of the worker.
+
+    cpu_seconds: for one picture. memory_bytes: of the process. max_bytes, max_pixels: of an encoded picture
+    """
 
     cpu_seconds: float
     memory_bytes: int
@@ -17,7 +20,7 @@ class PictureSetup(msgspec.Struct):
 
 
 class PictureInput(msgspec.Struct):
-    """A picture. settings: how to cut it into patches; None: only its size is asked for"""
+    """A picture, as the client sent it. settings: how to cut it into patches; None: only its size is asked for"""
 
     data: bytes
     is_base64: bool
@@ -25,7 +28,7 @@ class PictureInput(msgspec.Struct):
 
 
 class PictureAnswer(msgspec.Struct):
-    """The upright size of a picture in pixels, and its patches; or why it cannot be read."""
+    """The upright size of a picture in pixels, and its patches, as in `Picture`; or why it cannot be read."""
 
     height: int = 0
     width: int = 0

@@ -36,8 +36,8 @@ _TEXT_ONLY = "pictures of this model cannot be read; serve it with a text-only c
 class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a processor.
 
-    patch_size: pixels of a patch's side. merge_size: a token is merge_size x merge_size patches
-    min_pixels, max_pixels: area of a resized picture
+    patch_size: side of a patch in pixels. merge_size: a token is merge_size x merge_size patches
+    min_pixels, max_pixels: smallest and largest area of a resized picture, in pixels
     """
 
     patch_size: int
@@ -74,14 +74,15 @@ class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (rows // self.factor) * (columns // self.factor)
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return frames, rows and columns of patches. Raises InvalidValueError if it is too narrow."""
+        """Return the frames, rows and columns of patches of a picture. Raises InvalidValueError if it is too narrow."""
         rows, columns = self.fitted(height, width)
         return 1, rows // self.patch_size, columns // self.patch_size
 
     def within(self, detail: str | None, min_pixels: int | None, max_pixels: int | None, param: str) -> PictureSettings:
         """Return the settings of one picture of a request.
 
-        detail: "low" limits its area, other values are the server's. min_pixels, max_pixels: areas within the server's
+        detail: "low" limits its area to LOW_PIXELS; other values change nothing
+        min_pixels, max_pixels: its own limits, within the server's; None: the server's
         Raises InvalidValueError that names `param`.
         """
         least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
@@ -129,7 +130,7 @@ def read_settings(directory: Path, info: PictureInfo) -> PictureSettings:
 
 
 def _check_config(found: Mapping[str, Any], info: PictureInfo) -> None:
-    """Raise ConfigError for a value that pictures are not processed with here, or that the tower does not use."""
+    """Raise ConfigError for a value of the file that differs from what is computed here, or from the tower's."""
     expected: dict[str, tuple[Any, ...]] = {
         "image_processor_type": (None, *_PROCESSORS),
         "patch_size": (None, info.patch_size),

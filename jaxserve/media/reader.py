@@ -52,7 +52,7 @@ class Source:
 
 
 class ReadPicture:
-    """A picture that was read: its patches, as in `Picture`. digest: SHA-256 of all that decides its rows"""
+    """A picture that was read. The fields are those of `Picture`, which is its place in a prompt too."""
 
     def __init__(self, patches: bytes, grid: tuple[int, int, int], num_tokens: int, digest: bytes) -> None:
         self.patches = patches
@@ -88,7 +88,9 @@ class PictureProcess(ChildProcess):
 class PictureMemory:
     """The bytes of all pictures that requests hold or that are kept for later ones. Safe to use from several threads.
 
-    max_bytes: limit of all of them. max_kept: limit of those kept after their last request, least recently used first
+    max_bytes: limit of all of them. max_kept: limit of those that are kept for later requests; beyond, the least
+    recently used ones are dropped
+    held: bytes of all of them now
     """
 
     def __init__(self, max_bytes: int, max_kept: int) -> None:
@@ -146,8 +148,8 @@ class PictureMemory:
 class PictureReader:
     """Reads the pictures of a server's requests.
 
-    settings: the processor's. kind: its name, a part of every digest. on_hit, on_end: called when a picture was found
-    in memory, and when a picture ended its worker
+    section: its limits. settings: the processor's. kind: the processor's name, a part of every digest
+    on_hit, on_end: called when a picture was found in memory, and when a picture ended its worker
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class PictureReader:
         return picture
 
     def stop(self) -> None:
+        """End the workers. A picture that is being read is an error of its request."""
         self._process.stop()
         self._long_process.stop()
 

@@ -27,7 +27,7 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True, eq=False)
 class AdapterArrays:
-    """Shapes and shardings of the arrays: the stacks, and the slot of each running request's adapter, int32 [S]."""
+    """Shapes and shardings of the arrays: the stacks, and the table, the adapter's slot of each request, int32 [S]."""
 
     adapted: AdaptedStructure
     max_num_seqs: int
@@ -44,7 +44,7 @@ class AdapterArrays:
 
     @property
     def updates(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The columns of one slot of each stack."""
+        """Structs of the columns of one slot of each stack."""
         return tuple(
             jax.ShapeDtypeStruct(update_shape(stack, self.adapted.shape), stack.dtype, sharding=cut)
             for stack, cut in zip(self.adapted.stacks, self.shardings, strict=True)
@@ -56,13 +56,16 @@ class AdapterArrays:
 
     @property
     def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """All of them, in the order in which the step programs take them behind the weights."""
+        """The stacks and the table, in the order in which the step programs take them behind the weights."""
         return (*self.stacks, self.table)
 
     def write(
         self, stacks: tuple[jax.Array, ...], updates: tuple[jax.Array, ...], slot: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Return the stacks with one slot's columns replaced: a device program. slot: int32 scalar"""
+        """Return the stacks with the columns of one slot replaced. A device program.
+
+        stacks, updates: as the structs of these names. slot: int32 scalar
+        """
         first = slot * self.adapted.shape.rank
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(stack, update, first, column_axis(spec))
@@ -71,9 +74,10 @@ class AdapterArrays:
 
 
 class DeviceAdapters:
-    """The adapters of one runner. write: the compiled `AdapterArrays.write`, which donates the stacks
+    """The adapters of one runner.
 
     held: adapters in the memory of the host, by digest. The engine adds and removes them
+    write: the compiled `AdapterArrays.write`, which donates the stacks
     """
 
     def __init__(self, arrays: AdapterArrays, write: jax.stages.Compiled) -> None:
@@ -91,7 +95,7 @@ class DeviceAdapters:
         return (*self._stacks, self._table)
 
     def write(self, writes: Mapping[int, str]) -> None:
-        """Write held adapters, by digest, to slots of the stacks. Raises ServerError for one that is not held."""
+        """Write adapters to slots of the stacks. writes: digests by slot. Raises ServerError if one is not held"""
         for slot, digest in writes.items():
             if (adapter := self.held.get(digest)) is None:
                 raise ServerError(f"the adapter {digest} is not in the memory of the host")
@@ -124,7 +128,7 @@ class DeviceAdapters:
 
     def _place(self, slots: np.ndarray) -> None:
         self._slots = slots
-        placed, table = slots.copy(), self._arrays.table  # the device may read it in place
+        placed, table = slots.copy(), self._arrays.table  # a copy, because the device may read it in place
         assert table.sharding is not None
         # Over several hosts device_put would compare the array between them, which costs a collective.
         self._table = jax.make_array_from_callback(placed.shape, table.sharding, lambda index: placed[index])

@@ -1,8 +1,8 @@
-"""The arrays of the KV cache: pages per layer, in the attention backend's layout, or of recurrent states.
+"""The arrays of the cache: each layer's pages of K and V, in the attention backend's layout, or its recurrent states.
 
 Layers form groups. Each group has its own number of pages and its own page tables. Group 0 keeps all pages of a
-request. Layers with a sliding window or with chunks keep the pages that can still be seen. Those of each width are a
-group, from group 1 on. Layers with a recurrent state are the last group, if there are any.
+request. Layers with a sliding window or with chunks keep the pages that can still be seen; the layers of each width are
+a group, from group 1 on. Layers with a recurrent state are the last group, if there are any.
 
 This file decides each layer's page shape, dtype and sharding, and allocates. The page pool assigns pages to requests.
 """
@@ -67,7 +67,7 @@ class LayerCache:
 class StateCache:
     """The geometry of one layer's recurrent states, `ops.state.StateArrays`.
 
-    dtype: of the rings. sharding: of anything on the layer's devices. max_drafts: of a row
+    dtype: of the rings. sharding: replicated; the mesh of the arrays is taken from it. max_drafts: of a row
     """
 
     spec: StateSpec
@@ -108,9 +108,9 @@ def with_states(
     mesh: DeviceMesh,
     max_drafts: int = 0,
 ) -> tuple[AnyCache, ...]:
-    """Return the caches with those of layers that have a recurrent state.
+    """Return the caches, with a StateCache in the place of each layer that has a recurrent state.
 
-    dtype: of the activations. max_drafts: of a row
+    states: by layer; (): no layer has one. dtype: of the activations. max_drafts: of a row
     """
     group = 1 + max((cache.group for cache in caches), default=0)
     return tuple(
@@ -166,7 +166,7 @@ def layer_groups(layers: Sequence[AttentionLayer], max_model_len: int) -> tuple[
 
 
 def layer_reach(layer: AttentionLayer) -> Reach | None:
-    """Return what a token sees in a layer; None: all tokens."""
+    """Return which tokens a token sees in a layer; None: all."""
     if layer.chunk is not None:
         return Reach("chunk", layer.chunk)
     return None if layer.sliding_window is None else Reach("window", layer.sliding_window)
@@ -178,7 +178,7 @@ def page_bytes(caches: Sequence[AnyCache], group: int = 0) -> int:
 
 
 def allocate(caches: Sequence[AnyCache], num_pages: Sequence[int]) -> tuple[Any, ...]:
-    """Allocate zeroed pages, one pytree per layer. num_pages: by group."""
+    """Allocate zeroed pages, one pytree per layer. num_pages: of each group."""
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)

@@ -29,7 +29,7 @@ _REACH = 2**31  # array elements that a signed 32-bit offset reaches
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The pages of a layer group from 1 on, see `kv_cache`. Bytes are of one page in all layers of the group."""
+    """The pages of one of the layer groups from 1 on, see `kv_cache`. Bytes are of one page in all its layers."""
 
     reach: Reach
     page_bytes: int
@@ -43,7 +43,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes over all devices of the engine, and the number of pages. The fields without a group's are of group 0."""
+    """Bytes over all devices of the engine, and numbers of pages. Those outside of `groups` are of group 0."""
 
     device_bytes: int  # memory of the devices
     budget_bytes: int  # memory_fraction of it
@@ -57,8 +57,8 @@ class MemoryPlan:
     num_host_pages: int = 0  # copies of evicted pages in the memory of the host
     host_page_bytes: int = 0
     groups: tuple[GroupPlan, ...] = ()  # the layer groups from 1 on
-    num_state_pages: int = 0  # recurrent states; 0: no layer has one
-    state_page_bytes: int = 0  # of one in all layers that have one
+    num_state_pages: int = 0  # recurrent states, each of all layers that have one; 0: no layer has one
+    state_page_bytes: int = 0  # of one of these
 
     @property
     def pages_by_group(self) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Sizes:
     scratch_page_bytes: int = 0  # by which a page makes the temporary memory larger, if programs copy the cache
 
     def with_scratch(self) -> Sizes:
-        """Return the sizes with a page that has its share of the temporary memory, of the first group with bytes."""
+        """Return the sizes in which each page of the first group with bytes has its share of the temporary memory."""
         if self.page_bytes:
             return dataclasses.replace(self, page_bytes=self.page_bytes + self.scratch_page_bytes)
         (span, page_bytes), *others = self.groups
@@ -171,6 +171,7 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
         most = [min(num_pages, span.for_requests(sizes.max_num_seqs)) for span, _ in sizes.groups[:1]]
         of_groups = sizes.of_groups(*most, longest=max_model_len) if asked is None and most else asked or ()
         left = device_bytes - sizes.weight_bytes - sizes.state_bytes - sizes.pool_bytes(num_pages, of_groups)
+        # All that is left: `plan_states` gives states at most half of a cache.
         num_states = plan_states(2 * left if device_bytes else None, sizes, config.num_state_pages)
         _check_room(sizes, num_pages, of_groups, device_bytes, num_states * sizes.state_page_bytes)
     reached = sizes.reached or (0,) * (1 + len(sizes.groups))
@@ -204,10 +205,10 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
 
 
 def plan_states(num_bytes: int | None, sizes: Sizes, asked: int | None = None) -> int:
-    """Return the number of recurrent states if the cache has `num_bytes`, None: any number; 0 if no layer has one.
+    """Return the number of recurrent states; 0 if no layer has one.
 
-    That is one for each request that may run and one that is cached for each, but at most half the bytes, and at
-    least 2.
+    It is `asked`, if that is given. Else it is one for each request that may run and one that is cached for each, but
+    at most what half of `num_bytes`, the bytes of the cache, holds, and at least 2. num_bytes None: any number
     """
     if not sizes.state_page_bytes:
         return 0

@@ -509,14 +509,15 @@ class ModelRunner:
 
     @property
     def _weights(self) -> Leaves:
-        """Return the weights as the programs take them, one array [shape] per parameter, and the adapters behind."""
+        """Return the weights as the programs take them, one array [shape] per parameter, then the adapters' arrays."""
         return self.leaves + self.draft_leaves + (() if self.adapters is None else self.adapters.arguments)
 
     def _proposal(self, output: SchedulerOutput) -> step_input.Propose | None:
-        """Return what dispatches the drafts that a step asks for, once its tokens are sampled; None: it asks for none.
+        """Return a function that dispatches the drafts that a step asks for; None if it asks for none.
 
-        They come from a program of their own, dispatched right behind the step's without waiting. So its layers, which
-        it has once for each draft, are compiled for a few sizes and not into every program that samples.
+        It is called when the step's tokens are sampled. Drafts have a program of their own, dispatched right behind the
+        step's programs without waiting. The program has its layers once for each draft: so they are compiled for a few
+        sizes of this program, and not into every program that samples.
         """
         if not output.draft_room:
             return None
@@ -592,10 +593,8 @@ class ModelRunner:
         def sample(bitmask: np.ndarray | None, late: Collection[int]) -> Verified:
             """Run `verify`. bitmask: int32 [tokens, W] or None; late: indices of the rows without a mask."""
             self._num_dispatches += 1
-            mask, arrays = (
-                self._no_mask[bucket] if bitmask is None else bitmask,
-                (self._weights, self.state, self.hidden),
-            )
+            mask = self._no_mask[bucket] if bitmask is None else bitmask
+            arrays = self._weights, self.state, self.hidden
             self.state, verified = self._verification.run(arrays, output.rows, bucket, mask, late)
             return verified
 

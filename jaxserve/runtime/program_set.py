@@ -60,8 +60,8 @@ class Shapes:
     ) -> Shapes:
         """Collect the shapes.
 
-        leaves: the weights, one array [shape] per parameter, and those of adapters. num_pages: by group of layers.
-        state: from `slots.state_shapes`, without shardings. hidden: the buffer of hidden states. pool: as in the class
+        leaves: the weights, one array [shape] per parameter, and the arrays of adapters. num_pages: of each layer group
+        state: from `slots.state_shapes`, without shardings. hidden: the buffer of hidden states. pool: see the field
         """
         sharded = jax.tree.map(
             lambda s, cut: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh.mesh, cut)),
@@ -157,6 +157,7 @@ class ProgramSet:
         return [*decode, extend, head, *verify, *draft, *encode]
 
     def _largest_pieces(self) -> tuple[str, ...]:
+        """Return the names of the tower's programs that need the most temporary memory."""
         if self.tower is None:
             return ()
         return tuple(f"encode_{half}[{self.tower.limits.sizes[-1]}]" for half in ("attend", "mlp"))
@@ -312,7 +313,7 @@ class ProgramSet:
         return self._program("allocate", zeros, (), (), shardings)
 
     def write_adapter(self) -> Iterator[Program]:
-        """Yield the program that writes an adapter to a slot, if there is room for any. It donates the stacks."""
+        """Yield the program that writes an adapter to a slot, if there is room for adapters. It donates the stacks."""
         if (arrays := self.adapters) is not None:
             args = (arrays.stacks, arrays.updates, self.shapes.ints())
             yield self._program(WRITE_ADAPTER, arrays.write, args, (0,), tuple(arrays.shardings))

@@ -12,9 +12,9 @@ A step is composed here of model, attention backend, sampler and slot state. The
     pool            embeddings or hidden states of R tokens of the last extend or decode_hidden
     draft           guesses of the next tokens of R rows, by a draft model or head
 
-Common arguments: `leaves`, the model's flat parameters, and behind them the arrays of adapters, if there are some;
-`caches`, one array per layer; `state`, the slots; `packed`, the int32 array of
-step_input. The runner donates caches, state and hidden; the programs return the new ones.
+Common arguments: `leaves`, the flat parameters of the model, then those of a draft model or head, then the arrays of
+adapters; `caches`, one array per layer; `state`, the slots; `packed`, the int32 array of step_input. The runner donates
+caches, state and hidden; the programs return the new ones.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class PictureInput(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The step functions of one model on one backend. bind: makes the model from its leaves while tracing.
+    """The step functions of one model on one backend.
 
+    bind: makes the model from its leaves while tracing.
     per_token: batch-invariant mode. Each token attends alone, so that the split into chunks cannot change its sums.
     guesses: the draft model or head, whose layers are the last of `layers`. It computes what every forward pass does.
     lora: the room for adapters; None: there is none
@@ -102,12 +103,12 @@ class StepPrograms:
 
     @property
     def num_pools(self) -> int:
-        """Return the number of layer groups, that of recurrent states included."""
+        """Return the number of layer groups, including the group of recurrent states."""
         return self.num_groups + (self.states is not None)
 
     @property
     def state_columns(self) -> int:
-        """Return the columns of a slot's row of `page_table` that are not of page tables, at its end."""
+        """Return the number of columns for recurrent states, behind the page tables in a slot's row of `page_table`."""
         return 0 if self.states is None else STATE_COLUMNS
 
     def decode(
@@ -162,8 +163,8 @@ class StepPrograms:
         hidden: [max T, D]; its first T rows get the hidden states. The last results are `finite_rows`, bool [R], and
         the routed experts, int32 [T, L, K] for L sparse layers, or None for a dense model.
 
-        pictures: of a model that takes some, int32 [4, T]: a token's row in `pool`, [parts, E, D], or -1, and its
-        `picture.position_shifts`.
+        pictures: for a model that takes pictures, int32 [4, T]: a token's row in `pool`, or -1, and its
+        `picture.position_shifts`. pool: [parts, E, D]
         """
         num_tokens, num_rows = size
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
@@ -309,6 +310,10 @@ class StepPrograms:
         pictures: PictureInput | None = None,
         drafts: bool = False,
     ) -> tuple[jax.Array, Caches, SlotState]:
+        """Run the model, and the draft model or head behind it, on T tokens -> (hidden [T, D], caches, state).
+
+        drafts: as in `_attention`
+        """
         attend = self._attention(caches, state, tokens, decode_only=decode_only, drafts=drafts)
         positions = self._rotary(state, tokens, pictures)
         rows: dict[str, Any] = {} if pictures is None else {"pictures": PictureRows(pictures.packed[0], pictures.pool)}
@@ -338,7 +343,8 @@ class StepPrograms:
     ) -> AttendLayer:
         """Return the attention of T tokens in all layers.
 
-        drafts: each token is a row of its own, those of a slot follow each other, and a state takes them as one row
+        drafts: each token is a row of its own. The tokens of a slot follow each other, and a recurrent state takes them
+        as one row
         """
         rows = each_token(tokens) if self.per_token else tokens
         decode_only = decode_only or self.per_token
@@ -387,7 +393,11 @@ class StepPrograms:
         return positions if pictures is None else positions[None, :] + pictures.packed[1:]
 
     def _state_rows(self, state: SlotState, tokens: TokenInput, *, decode_only: bool, drafts: bool) -> StateRows:
-        """Return the rows of the layers with a recurrent state. Their last tokens are not sure, nor are drafts."""
+        """Return the rows of a step for layers with a recurrent state.
+
+        A row's last token is not sure, because it may be computed again. With `drafts` only its first one is before
+        them, so no token of the row is sure. decode_only: each row has one token
+        """
         table = state.page_table.at[tokens.slots].get(mode="clip")[:, -self.state_columns :]
         starts, ends = tokens.starts, tokens.starts + tokens.num_tokens
         emits = table[:, 3:].reshape(table.shape[0], -1, 2)
@@ -396,7 +406,7 @@ class StepPrograms:
             starts=starts,
             read=table[:, 0],
             write=table[:, 1],
-            # outside of it only in a first run on zeros
+            # The table is outside of these bounds only in a first run on zeros.
             folded=jnp.clip(table[:, 2], starts - (1 + self.max_drafts), starts),
             sure=starts if drafts else ends - 1,
             emits=emits[:, :1] if decode_only else emits,  # the host lists at most one for a decode row
@@ -405,7 +415,7 @@ class StepPrograms:
         )
 
     def _advance_states(self, state: SlotState, tokens: TokenInput, *, drafts: bool = False) -> SlotState:
-        """Let the next step read the states that this one wrote. drafts: only a row's first token is not a draft"""
+        """Let the next step read the states that this one wrote. drafts: as in `_state_rows`"""
         if self.states is None:
             return state
         table, first = state.page_table, state.page_table.shape[1] - self.state_columns
@@ -473,7 +483,7 @@ def each_token(tokens: TokenInput) -> TokenInput:
 
 
 def runs(tokens: TokenInput) -> TokenInput:
-    """Return T rows of one token each as rows of all tokens of a slot, which follow each other."""
+    """Join T rows of one token each to one row for each slot, whose tokens follow each other."""
     count, live = tokens.slots.shape[0], tokens.num_tokens > 0
     index = jnp.arange(count, dtype=jnp.int32)
     first = live & ((tokens.slots != jnp.roll(tokens.slots, 1)) | (index == 0))

@@ -89,12 +89,12 @@ _BOUND = ("bind", "mesh", "layers", "guesses")  # fields of StepPrograms whose t
 class RunnerSetup:
     """The fixed parts of a runner, made by `of`.
 
-    layers   geometry of each layer's KV cache or recurrent states, those of a draft model last
+    layers   geometry of each layer's KV cache or recurrent states, the layers of a draft model or head last
     groups   reach of each layer group from 1 on
     steps    the step functions, not jitted
     draft    a draft model or head; None: there is none
     tower    the programs of the model's tower; None: it takes no pictures
-    adapters of the configuration's `lora`; None: there is no room for any
+    adapters arrays for the adapters of the section `lora`; None: there is no room for any
     """
 
     loaded: LoadedModel
@@ -113,9 +113,10 @@ class RunnerSetup:
     def of(
         cls, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, draft: LoadedModel | None = None
     ) -> RunnerSetup:
-        """Choose backend, buckets and layer groups. draft: a draft model, of which every layer keeps all pages
+        """Choose backend, buckets and layer groups. draft: a draft model or head; each of its layers keeps all pages
 
-        Raises ConfigError if the attention backend cannot run here, or if a kernel does not reach all of a weight.
+        Raises ConfigError if the attention backend cannot run here, if a kernel does not reach all of a weight, or if
+        the draft model does not fit the served one.
         """
         attention = loaded.config.attention_layers
         dtype = loaded.structure.activation_dtype
@@ -147,14 +148,10 @@ class RunnerSetup:
             own, others = len(loaded.leaves), len(draft.leaves)  # the arrays of adapters come behind both
             bind = functools.partial(_bind_some, bind, (slice(own), slice(own + others, None)))
             check_draft_model(draft.config, loaded.config)
-            of_model = chosen_products(config, draft, mesh, backend)
-            check_reach(draft, of_model)
-            place = own, len(layers), draft_layers, of_model, config.max_drafts
-            if draft.config.head is None:
-                guesses = DraftModel(functools.partial(_bind_some, draft.bind, (slice(others),)), *place)
-            else:
-                bind_head = functools.partial(_bind_some, draft.structure.bind_head, (slice(others),))
-                guesses = DraftHeadModel(bind_head, *place, taps=taps_of(draft.config), of_model=linear)
+            linear_of_draft = chosen_products(config, draft, mesh, backend)
+            check_reach(draft, linear_of_draft)
+            place = own, len(layers), draft_layers, linear_of_draft, config.max_drafts
+            guesses = _make_guesses(draft, place, linear)
         layers = (*layers, *draft_layers)
         steps = StepPrograms(
             bind=bind,
@@ -334,6 +331,20 @@ class RunnerSetup:
         models = (model,) if self.draft is None else (model, self.draft.config)
         widest = max(2 * m.intermediate_size + 4 * m.hidden_size + 4 * m.num_heads * m.head_dim for m in models)
         return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
+
+
+def _make_guesses(
+    draft: LoadedModel, place: tuple[int, int, tuple[LayerCache, ...], Products, int], of_model: Products
+) -> DraftModel | DraftHeadModel:
+    """Make the device side of a draft model or head.
+
+    place: the fields of DraftModel from `first_leaf` on. of_model: the served model's products
+    """
+    own = (slice(len(draft.leaves)),)  # the arrays of adapters come behind them
+    if draft.config.head is None:
+        return DraftModel(functools.partial(_bind_some, draft.bind, own), *place)
+    bind = functools.partial(_bind_some, draft.structure.bind_head, own)
+    return DraftHeadModel(bind, *place, taps=taps_of(draft.config), of_model=of_model)
 
 
 def _bind_some(

@@ -40,7 +40,7 @@ from jaxserve.types.scheduling import TowerLimits
 from jaxserve.types.step import EncodePart, SampledTokens, StepHandle
 
 PATCHES = (256, 1024, 4096, 16384)  # of the programs
-CPU_TOKENS, MAX_TOKENS = 256, 4096  # largest picture
+CPU_TOKENS, MAX_TOKENS = 256, 4096  # tokens of the largest picture, on a CPU and elsewhere
 MOST_SECONDS = 0.3  # of the pieces of a step
 
 MakeProgram = Callable[[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any], Any]
@@ -50,7 +50,7 @@ Leaves = tuple[jax.Array, ...]
 def tower_limits(
     config: VisionConfig, platform: str, max_num_batched_tokens: int, *, deterministic: bool = False
 ) -> TowerLimits:
-    """Return how pictures are encoded on a platform."""
+    """Return how pictures are encoded on a platform. deterministic: each picture has a program of its own"""
     most = CPU_TOKENS if platform == "cpu" else MAX_TOKENS
     sizes = tuple(size for size in PATCHES if size < most * config.merge**2)
     return TowerLimits(
@@ -134,15 +134,16 @@ class TowerPrograms:
     def run_deep(
         self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array, part: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Write the rows of a deepstack block to a part of the pool, and return a scalar to wait for.
+        """Merge the states x [P, D] after a deepstack block, and write their rows to a part of the pool.
 
-        targets: int32 [P / merge^2], E for padding
+        Returns the pool [parts, E, D] and an int32 scalar to wait for. targets: int32 [P / merge^2], the rows' places
+        in the pool, E for padding. part: int32 scalar
         """
         rows, mark = _with_mark(self.deep[0].bind(leaves)(x).astype(pool.dtype))
         return pool.at[part, targets].set(rows, mode="drop"), mark
 
     def run_end(self, leaves: Leaves, pool: jax.Array, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Write the rows of the last block to the pool, see `run_deep`."""
+        """Merge the states x [P, D] after the last block, and write their rows to part 0 of the pool."""
         rows, mark = _with_mark(self.end.bind(leaves)(x).astype(pool.dtype))
         return pool.at[0, targets].set(rows, mode="drop"), mark
 
@@ -211,8 +212,8 @@ class TowerRunner:
     def warm_up(self, leaves: Leaves, step_seconds: float) -> None:
         """Run each program on a picture of each size, and measure the pieces for `limits`.
 
-        step_seconds: of a step of decode rows, if it was measured. The pieces of a step take no longer, so that beside
-        an encode running streams wait for two steps, or for a step and one piece
+        step_seconds: of a step of decode rows; 0: it was not measured. The pieces of a step take at most as long. So a
+        token of a running stream beside a picture takes as long as two steps, or as a step and one piece
         """
         merge, config = self.limits.merge, self._programs.config
         seconds: dict[tuple[str, int], float] = {}

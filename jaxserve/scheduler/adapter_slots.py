@@ -23,16 +23,16 @@ class _Claim(NamedTuple):
     digest: str
 
     def is_void(self, pinned: Collection[str]) -> bool:
-        """Return whether the request waits no more, or the adapter has been pinned since."""
+        """Return whether the request no longer waits, or the adapter has been pinned since."""
         return self.request.status not in _WAITS or self.digest in pinned
 
 
 class AdapterSlots:
     """The slots of adapters on the devices.
 
-    num_slots: 0 if there is no room for any. pinned: adapters that keep their slot; the owner of this object changes
-    them, and leaves at least one slot to the others
-    num_loads: adapters that were written to a slot so far. num_waits: requests that had to wait for one
+    num_slots: 0 if there is no room for any
+    pinned: adapters that keep their slot; the owner of this object changes them, and leaves at least one slot to others
+    num_loads: adapters that were written to a slot so far. num_waits: requests that had to wait for a slot so far
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -123,13 +123,13 @@ class AdapterSlots:
         return writes
 
     def forget(self) -> None:
-        """Forget which adapters the devices hold: their memory is lost. No request may run."""
+        """Forget which adapters the devices hold, because their memory is lost. No request may run."""
         self._free += self._slots.values()
         self._slots.clear()
         self._writes.clear()
 
     def _idle(self) -> str | None:
-        """Return the adapter to evict: no request runs with it."""
+        """Return the adapter to evict, with which no request runs; None: every adapter is used or pinned."""
         idle = (each for each in self._slots if not self._running[each] and each not in self.pinned)
         return next(idle, None)
 

@@ -4,9 +4,10 @@ The tower writes the rows of a picture to the pool of the device, one for each t
 PicturePool is the only owner of the pool: the device looks nothing up. A picture is held while a running prompt has
 not passed it, and stays afterwards until its rows are needed, so that the same picture is encoded once.
 
-    reach            a prompt goes on up to the first picture whose rows are not there. The chunk's are then wanted
-    plan             the next pieces of the tower for the pictures that were wanted first: as many as one program holds
-    release_passed   the chunk that reads the end of a picture is dispatched: the rows may be overwritten by later steps
+    reach            a prompt can be computed up to the first picture without rows. That and the other pictures of the
+                     chunk are then wanted
+    plan             the next pieces of the tower, for the pictures that were wanted first: as many as one program holds
+    release_passed   the chunk that reads the end of a picture is dispatched: later steps may overwrite its rows
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ class PicturePool:
 
     @property
     def has_work(self) -> bool:
+        """Return whether `plan` would return a part."""
         return bool(self._wanted) or any(entry.users for entry in self._begun)
 
     def reach(self, request: Request, end: int) -> int:
         """Return the position, at most `end`, up to which a running prompt can be computed now.
 
-        A prompt takes rows in the order of its pictures. So the first one that it waits for has rows, or others hold
-        them who do not wait for this prompt.
+        A prompt takes rows in the order of its pictures. So the first picture that it waits for has rows, or other
+        requests hold the rows, and they do not wait for this prompt.
         """
         reached = end
         for picture in request.pictures:
@@ -192,7 +194,7 @@ class PicturePool:
         """Let no later request find the rows: the weights have changed, or the device has lost the rows."""
         for entry in list(self._entries.values()):
             del self._entries[entry.key]
-            if entry.users:  # `reach` then makes a new entry for those who still need it
+            if entry.users:  # `reach` then makes a new entry for the requests that still need the picture
                 self._stale.add(entry)
             else:
                 self._drop(entry)

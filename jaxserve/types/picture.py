@@ -19,8 +19,9 @@ DIGEST_BYTES = 32
 class Picture(msgspec.Struct, frozen=True, array_like=True):
     """One picture of a prompt. It stands at positions [start, start + num_tokens), which are all placeholders.
 
-    digest      sha256 of `patches`, `grid`, the processor's settings and the model's revision. Equal digests mean
-                equal rows, so the prefix cache finds pages by it: leave nothing out that changes a row
+    digest      SHA-256 of `patches`, `grid`, the processor's settings and `PictureInfo.kind`. Equal digests mean equal
+                rows, so the prefix cache and the pool of rows are searched by it: leave nothing out that changes a row.
+                Weights are left out, because both are emptied when weights are replaced
     patches     uint8 [P, W] in row-major order, in the tower's order of patches. W is channels x patch x patch for a
                 still: the frames of a still are equal, so one is sent. Not normalized: the tower does that
     grid        frames, rows and columns of patches; their product is P
@@ -90,7 +91,7 @@ def check_pictures(pictures: Sequence[Picture], info: PictureInfo | None, prompt
 
 
 def position_delta(pictures: Sequence[Picture], merge: int) -> int:
-    """Return the rotary position minus the position of the tokens behind all pictures.
+    """Return the rotary position minus the position of a token behind all pictures.
 
     A picture of h x w tokens takes max(h, w) positions (M-RoPE, arXiv:2409.12191).
     """
@@ -98,10 +99,10 @@ def position_delta(pictures: Sequence[Picture], merge: int) -> int:
 
 
 def position_shifts(pictures: Sequence[Picture], merge: int, start: int, end: int) -> np.ndarray:
-    """Return by how much the rotary positions of tokens [start, end) differ, int32 [3, end - start].
+    """Return what to add to the positions of tokens [start, end), after `position_delta`, int32 [3, end - start].
 
-    Rows are frame, row and column. The values are relative to a token behind all pictures, whose own shift is
-    `position_delta`: so they are 0 there, and in a prompt of text.
+    The sums are the rotary positions by frame, row and column. The shifts are 0 behind all pictures, and in a prompt of
+    text.
     """
     shifts = np.zeros((3, end - start), np.int32)
     after = 0  # what the pictures behind a token still take from it

@@ -1,8 +1,9 @@
 """The pages of recurrent states: what running requests hold, and which states the prefix cache keeps. No jax.
 
-A layer with a recurrent state summarises all tokens so far, so a page of this group is a whole: the state of all such
-layers after some number of tokens. A request owns one page, its state, and no other while it grows. The prefix cache
-keeps states at some borders of pages. A prefix is usable only if the state after its last token was kept (`served`).
+A layer with a recurrent state summarises all tokens so far, so a page of this group is one whole state: of all such
+layers, after some number of tokens. A request owns one page, its state, and needs no other as it grows. The prefix
+cache keeps states at some borders of pages. A prefix is usable only if the state after its last token was kept
+(`served`).
 
     pages of group 0    | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |
     states kept                 *               *           a request with 7 of these pages computes tokens from page 3
@@ -50,10 +51,11 @@ _Kept = tuple[int, int]  # number of tokens, page
 class StatePages:
     """The states of one request.
 
-    own: page that the device writes. begin: tokens whose state it began with. read: node of that state while it is
-    locked; None: it is not, or there was none
+    own: page that the device writes. begin: tokens of the cached state that it began with; 0: it began with none
+    read: node of that state while it is locked; None: it is not locked, or there was none
     plan: positions at which the prompt's state is to be kept, the most useful first
-    entries: those of the device's table. pending: pages that `commit` has not given to the cache, in order
+    entries: the states to keep in the device's table. pending: kept states that `commit` has not given to the cache, by
+    position
     """
 
     own: int

@@ -128,8 +128,8 @@ def patch_layout(config: VisionConfig, grids: Sequence[tuple[int, int, int]], si
         if config.table:
             above, below, down = _between(row, rows, config.table)
             left, right, along = _between(column, columns, config.table)
-            taps = [y * config.table + x for y in (above, below) for x in (left, right)]
-            places[mine, 2:] = np.stack(taps, axis=1)
+            entries = [y * config.table + x for y in (above, below) for x in (left, right)]
+            places[mine, 2:] = np.stack(entries, axis=1)
             shares = [y * x for y in (1 - down, down) for x in (1 - along, along)]
             weights[mine] = np.stack(shares, axis=1)
         if side:

@@ -88,9 +88,9 @@ class PositionTable(nnx.Module):
     def __init__(self, config: VisionConfig, dtype: jnp.dtype) -> None:
         self.weight = param((config.table**2, config.hidden_size), (None, None), dtype)
 
-    def __call__(self, taps: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return the weighted sum of four entries for each patch: taps int32 and weights float32 [P, 4] -> [P, D]."""
-        found = jnp.take(self.weight[...].astype(jnp.float32), taps, axis=0, mode="clip")
+    def __call__(self, entries: jax.Array, weights: jax.Array) -> jax.Array:
+        """Return the weighted sum of four entries for each patch: int32 and float32 [P, 4] -> float32 [P, D]."""
+        found = jnp.take(self.weight[...].astype(jnp.float32), entries, axis=0, mode="clip")
         return (found * weights[:, :, None]).sum(axis=1)
 
 
@@ -163,7 +163,7 @@ class TowerBlock(nnx.Module):
         return self.feed_forward(self.attend(x, places, segments))
 
     def attend(self, x: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        """Run the first half, see `__call__`."""
+        """Run the first half: x [P, D] -> [P, D], see `__call__`."""
         return x + self.attn(self.norm1(x), rotation(self.config, places), segments)
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
