@@ -187,7 +187,7 @@ def _is_object(line: bytes) -> bool:
 
 
 class TokenCounts(Protocol):
-    """What a generation has used so far."""
+    """The tokens that a generation has used so far."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -196,9 +196,9 @@ class TokenCounts(Protocol):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What a request used, for its line in the log, and how far it is. started: time.perf_counter() when it arrived
+    """The tokens that a request used, for its line in the log, and how far it is.
 
-    on_ended: called with the numbers of prompts that have ended and that it has
+    started: time.perf_counter() when it arrived. on_ended: called with (prompts that have ended, all its prompts)
     """
 
     started: float = field(default_factory=time.perf_counter)

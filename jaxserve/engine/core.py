@@ -130,7 +130,8 @@ class RequestFactory:
     """Makes Requests of valid EngineRequests.
 
     generates: False for an embedding model. seed: the seeds of requests without one are derived from it.
-    pictures: what the model takes; None: it takes no pictures
+    pictures: the pictures that the model takes; None: it takes none
+    adapters: returns the engine's adapters; None: there is room for none
     """
 
     def __init__(
@@ -381,7 +382,8 @@ class CoreOptions:
     mask_threads                 compute slow masks; None: every step waits for its masks
     drafter                      guesses tokens; None: no speculation
     on_close                     called when the core is closed
-    pictures                     what the model's tower takes; None: requests with pictures are refused
+    pictures                     the pictures that the model takes; None: requests with pictures are refused
+    clock                        returns seconds; they only increase
     """
 
     vocab_size: int

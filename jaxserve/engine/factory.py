@@ -394,7 +394,7 @@ def build_engine(
 
 
 def _load_adapters(core: EngineCore, config: Config, runner: ModelRunner | EncoderRunner, group: Leader | None) -> None:
-    """Make room for adapters and load those of the configuration. Raises ConfigError."""
+    """Give the core the adapters of its runner, and load the configured ones. Raises ConfigError."""
     if not isinstance(runner, ModelRunner) or runner.adapters is None:
         return
     share = {} if group is None else {"share": group.hold_adapter}

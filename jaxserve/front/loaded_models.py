@@ -74,7 +74,7 @@ class FrontModel:
     _loaded_adapters: dict[str, dict[str, Any]] = field(default_factory=dict)  # as `adapters`, of the process
 
     def read(self, objects: Sequence[dict[str, Any]]) -> None:
-        """Take the entries of the process's /v1/models. Those of adapters have a parent."""
+        """Take the entries of the process's /v1/models. The entries of adapters have a parent."""
         self.objects = [each for each in objects if each.get("parent") is None]
         self._loaded_adapters = {each["id"]: each for each in objects if each.get("parent") is not None}
 

@@ -193,8 +193,8 @@ class Gemma4Config:
 class PredictorHead:
     """A checkpoint's own head for multi-token prediction (MTP), see `models.draft_head`.
 
-    tensors: from beginnings of the checkpoint's names to those of the parts here, token_norm, hidden_norm, join, layer
-    and norm. The first that fits counts.
+    tensors: rules from beginnings of the checkpoint's names to the parts here, which are token_norm, hidden_norm, join,
+    layer and norm. The first that fits counts.
     token_first: the embedding comes before the hidden state in the input of `join`.
     feeds_normed: the next guess starts from the result after the last norm; else from the result before it.
     """
@@ -290,7 +290,7 @@ class ModelConfig:
     labels: tuple[str, ...] = ()  # of a classification head, in place of an output head; (): there is none
     multi_label: bool = False  # each label has a probability of its own
     ignored_tensors: tuple[str, ...] = ()  # regular expressions of checkpoint names that the model does not use
-    tensor_names: Rules = ()  # how the checkpoint's names become those of the modules
+    tensor_names: Rules = ()  # how the checkpoint's names become the names of the modules
     dtype: str = "float32"  # of the checkpoint
     activation_dtype: str | None = None  # None: the weights'
     stored_form: StoredForm | None = None  # of a checkpoint's quantized weights

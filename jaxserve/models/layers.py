@@ -30,7 +30,7 @@ Cache = Pages | StateArrays | None
 
 
 class StateInputs(NamedTuple):
-    """What a layer with a recurrent state passes in place of heads: see `ops.state.StateBackend.recur`."""
+    """The inputs that a layer with a recurrent state passes in place of heads: see `ops.state.StateBackend.recur`."""
 
     raw: jax.Array  # [T, Hk, C]
     weights: StateWeights

@@ -1,4 +1,4 @@
-"""Names of tensors: from those of a checkpoint to those of the modules here, and back.
+"""Names of tensors: from a checkpoint's names to the names of the modules here, and back.
 
 A rule is a pair (there, here). One that begins with a dot, as (".shared_mlp.", ".mlp."), stands for these parts
 anywhere in a name. Another stands for the beginning of a name; of these the first that fits counts.

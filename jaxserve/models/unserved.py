@@ -18,8 +18,8 @@ from jaxserve.errors import ModelLoadError
 class Unserved:
     """A family that is not served.
 
-    models: the published names. why: what its layers have that is missing here. instead: a model for the same use, and
-    its architecture, which is served
+    models: the published names. architectures: in config.json. why: the parts of its layers that are missing here
+    instead: a model for the same use that is served, and its architecture
     """
 
     models: str

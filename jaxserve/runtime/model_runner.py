@@ -326,7 +326,7 @@ class ModelRunner:
         """Run the programs of a step on dummy input, small ones first: requests then do not pay the first-run cost.
 
         Returns the measured times of steps. before_run: called before each run, with the program's family and size.
-        after_runs: called before `end_warm_up`, whose programs wait for those of other hosts
+        after_runs: called before `end_warm_up`, whose programs wait for the same programs on other hosts
         """
         times = measured_times(self, self.mesh.platform, self.config.max_drafts, before_run)
         after_runs()

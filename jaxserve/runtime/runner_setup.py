@@ -350,7 +350,7 @@ def _make_guesses(
 def _bind_some(
     bind: Callable[[tuple[jax.Array, ...]], Model], places: tuple[slice, ...], leaves: tuple[jax.Array, ...]
 ) -> Model:
-    """Make a model from those of the leaves [shape] that are at its places, in their order."""
+    """Make a model from the leaves [shape] at its places, in their order."""
     return bind(tuple(leaf for place in places for leaf in leaves[place]))
 
 

@@ -55,7 +55,7 @@ class ShapePlan:
 
     @property
     def reaches(self) -> list[Reach]:
-        """What a token sees in the layers that do not see all, the farthest first."""
+        """The reaches of the layers in which a token does not see all tokens, the farthest first."""
         return sorted((reach for reach in self.token_bytes if reach), key=lambda reach: -reach.tokens)
 
     def request_bytes(self, length: int) -> int:

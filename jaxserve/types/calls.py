@@ -159,9 +159,10 @@ class SetWeightVersion(_EngineCall, frozen=True, tag="set_weight_version"):
 
 
 class LoadAdapter(_EngineCall, frozen=True, tag="load_adapter"):
-    """Load an adapter of a directory. Answered by its `messages.AdapterStatus`. replace: one that has the name
+    """Load an adapter of a directory. Answered by its `messages.AdapterStatus`.
 
-    digest: what its tensors must have; empty: any
+    adapter: its name. replace: whether it replaces one that has the name; else that is an error
+    digest: the one that its tensors must have; empty: any
     """
 
     adapter: str

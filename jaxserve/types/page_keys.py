@@ -38,8 +38,8 @@ def next_key(parent: bytes, tokens: bytes) -> bytes:
 def with_pictures(prompt: Sequence[int], pictures: Sequence[Picture], page_size: int) -> list[int]:
     """Return a prompt's tokens as the prefix cache knows them: each page that a picture overlaps names the picture.
 
-    In each such page the picture's first placeholder becomes one wide negative number, of its whole digest and of the
-    page's place in the picture. So pages are equal only if their pictures are. No token is negative.
+    In each such page the picture's first placeholder becomes a negative number of its whole digest and of the page's
+    place in the picture. So pages are equal only if their pictures are. No token is negative.
     """
     found = list(prompt)
     for picture in pictures:
@@ -50,11 +50,11 @@ def with_pictures(prompt: Sequence[int], pictures: Sequence[Picture], page_size:
     return found
 
 
-_WIDE_BYTES = 40  # a digest, 4 bytes of a place, and the sign
+_PICTURE_BYTES = 40  # a digest, 4 bytes of a place, and the sign
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the tokens of a page as bytes, int32, little-endian; wide numbers of pictures follow them.
+    """Return the tokens of a page as bytes, int32, little-endian; the numbers of pictures follow them.
 
     Different pages have different bytes: a page with pictures is longer than one without, and says where they are.
     """
@@ -63,7 +63,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     except OverflowError:
         pass
     narrow = array("i", [max(token, -1) for token in tokens]).tobytes()
-    return narrow + b"".join(token.to_bytes(_WIDE_BYTES, "little", signed=True) for token in tokens if token < 0)
+    return narrow + b"".join(token.to_bytes(_PICTURE_BYTES, "little", signed=True) for token in tokens if token < 0)
 
 
 def page_keys(namespace: str, prompt: bytes, page_size: int) -> Iterator[bytes]:

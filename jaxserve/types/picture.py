@@ -45,11 +45,12 @@ class Picture(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PictureInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tower of a model takes.
+    """The pictures that the tower of a model takes.
 
     kind         names the processor and the placeholders, as `model_type` in config.json: "qwen3_vl", "qwen3_5",
                  "qwen2_5_vl"
-    patch_size   pixels; merge_size: patches of one token are merge_size x merge_size
+    patch_size   side of a patch in pixels
+    merge_size   a token is merge_size x merge_size patches
     width        bytes of a patch, W of `Picture.patches`
     token_id     the placeholder of one row
     max_tokens   of one picture

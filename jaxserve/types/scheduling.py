@@ -112,7 +112,7 @@ class Reach(NamedTuple):
     """Which tokens before it a token sees, in layers that do not see all.
 
     window  the last `tokens` tokens, itself included: [p - tokens + 1, p]
-    chunk   those of its chunk: [p - p % tokens, p]
+    chunk   the tokens of its chunk up to itself: [p - p % tokens, p]
     """
 
     kind: Literal["window", "chunk"]
@@ -199,8 +199,8 @@ class GroupSizes:
 
 
 STATE_EMITS = 4  # states that a step may keep for the prefix cache, of each row
-# of a slot in the table of states: page to read, page to write, tokens that the former holds, then (position, page)
-# of each state to keep
+# A slot's entries for its recurrent state: page to read, page to write, number of tokens in the state that is read,
+# then (position, page) of each state to keep.
 STATE_COLUMNS = 3 + 2 * STATE_EMITS
 
 

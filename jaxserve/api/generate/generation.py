@@ -49,7 +49,7 @@ class PromptTask:
     run: makes the stream of outputs; None: the prompt is one plain engine request
     signal: aborts all engine requests of the prompt
     request_id: the prompt's own id; empty: the id of the HTTP request
-    pictures: what the engine gets beside the tokens. held: what counts their memory as long as the prompt may run
+    pictures: of the prompt, for the engine. held: refers to them while the prompt may run, so that their memory counts
     """
 
     prompt_token_ids: list[int]
