@@ -276,7 +276,12 @@ class _SteppedEngine:
         return stats.num_running + stats.num_waiting
 
     def stats(self) -> EngineStats:
-        return self.engine.core.stats()
+        """Return the statistics of the core. Waits for other threads, which may be running a step or loading adapters.
+
+        Routes read them in the thread of the event loop.
+        """
+        with self.engine._lock.held():
+            return self.engine.core.stats()
 
     def check_ready(self) -> None: ...
 
@@ -297,7 +302,9 @@ class _SteppedEngine:
         raise InvalidValueError("finish: call the engine")
 
     async def waiting(self) -> list[WaitingRequest]:
-        return self.engine.core.waiting()
+        """Return the requests without a slot. Waits as `stats` does."""
+        with self.engine._lock.held():
+            return self.engine.core.waiting()
 
 
 class _Routes(Routes):

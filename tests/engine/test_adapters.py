@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import InvalidValueError, ModelNotFoundError, ServerError
+from jaxserve.library.in_process import Engine, _SteppedEngine
 from jaxserve.models.adapters import AdapterShape, adapt
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.checkpoint.structure import build
@@ -207,6 +209,19 @@ def test_sleep_and_a_failed_device_keep_the_loaded_adapters(engine: TextEngine) 
         outputs += engine.step()
     assert [token for output in outputs if output.request_id == name for token in output.token_ids] == first
     engine.unload_adapter("a")
+
+
+def test_statistics_wait_while_another_thread_loads_an_adapter(engine: TextEngine) -> None:
+    # Routes in process look adapters up in the statistics, which drop the adapters that nobody needs: in the middle of
+    # a load that would change the dictionary that the load reads.
+    stepped, found = _SteppedEngine(cast("Engine", engine)), []
+    reader = threading.Thread(target=lambda: found.append(stepped.stats()))
+    with engine._lock.held():
+        reader.start()
+        reader.join(0.2)
+        assert reader.is_alive() and not found
+    reader.join()
+    assert [each.name for each in found[0].adapters] == [each.name for each in engine.core.stats().adapters]
 
 
 def test_the_configured_adapter_is_there_from_the_start(engine: TextEngine) -> None:
