@@ -54,7 +54,7 @@ def make_bundle(
     if config.runtime.bundle is not None:
         raise ConfigError("runtime.bundle is set, and this command writes one", fix="leave runtime.bundle out")
     if config.speculation.on_device:
-        raise ConfigError("a bundle has neither a draft model nor a head yet", fix="leave speculation.method out")
+        raise ConfigError("a bundle has neither a draft model nor a head yet", fix="leave the section speculation out")
     if config.mesh.hosts > 1:
         raise ConfigError("a bundle is for one host", fix="leave mesh.hosts out")
     section = config.mesh

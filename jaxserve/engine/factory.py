@@ -609,7 +609,8 @@ def _bundle(
     refuse_bundle(loaded.config)
     if draft is not None:
         raise ConfigError(
-            "a bundle has neither a draft model nor a head yet", fix="leave runtime.bundle or speculation.method out"
+            "a bundle has neither a draft model nor a head yet",
+            fix="leave runtime.bundle or the section speculation out",
         )
     if backend is None:
         raise ConfigError("an encoder takes no bundle", fix="leave runtime.bundle out")

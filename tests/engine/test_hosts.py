@@ -126,6 +126,8 @@ def test_only_a_loopback_leader_needs_no_key(tmp_path: Path) -> None:
         ("mesh.data", {"mesh": HOSTS | {"data": 2}}),
         ("models.served", {"models": {"served": [{"name": "a"}]}}),
         ("cache.host_memory", {"cache": {"host_memory": "1GiB"}}),
+        ("speculation.method mtp", {"speculation": {"method": "mtp"}}),
+        ("speculation.draft_model", {"speculation": {"draft_model": "DIR"}}),
     ],
 )
 def test_what_does_not_work_over_hosts_is_refused_by_name(name: str, sections: dict[str, Any]) -> None:

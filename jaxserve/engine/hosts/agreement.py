@@ -72,12 +72,14 @@ def check_hosts(config: Config) -> None:
     """Raise ConfigError if the configuration asks for something that an engine over several hosts cannot do."""
     if config.mesh.hosts == 1:
         return
+    speculation = config.speculation
+    drafts = "draft_model" if speculation.method == "auto" else f"method {speculation.method}"
     for name, used in (
         ("mesh.replicas", config.mesh.replicas > 1),
         ("mesh.data", config.mesh.data > 1),
         ("models.served", bool(config.models.served)),
         ("cache.host_memory", config.cache.host_memory is not None),
-        (f"speculation.method {config.speculation.method}", config.speculation.on_device),
+        (f"speculation.{drafts}", speculation.on_device),
     ):
         if used:
             raise ConfigError(
