@@ -52,7 +52,7 @@ class Source:
 
 
 class ReadPicture:
-    """A picture that was read. The fields are those of `Picture`, which is its place in a prompt too."""
+    """A picture that was read. Its fields are fields of `Picture`, which also has the place in a prompt."""
 
     def __init__(self, patches: bytes, grid: tuple[int, int, int], num_tokens: int, digest: bytes) -> None:
         self.patches = patches

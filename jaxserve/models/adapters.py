@@ -220,14 +220,9 @@ def _give_room(
         by_name.setdefault(full_name(part, scope), []).append(part)
     if any(part.transpose or part.split or part.mxfp4 or len(part.shape) != 2 for part in parts):
         return {}, 0
-    if len(by_name) == 1:
-        axis, spans = 0, [(0, size[0])]
-    else:
-        moving = [i for i in range(len(size)) if len({part.start[i] for part in parts}) > 1]
-        axis = moving[0]
-        spans = [_span(own, axis) for own in by_name.values()]
-        if len(moving) > 1 or [begin for begin, _ in spans[1:]] != [end for _, end in spans[:-1]]:
-            return {}, 0
+    if (found := _side_by_side(list(by_name.values()), size)) is None:
+        return {}, 0
+    axis, spans = found
     rows = [tuple(end - begin if i == axis else n for i, n in enumerate(size[:-1])) for begin, end in spans]
     outputs = [(shape, tuple(axes[:-1])) for shape in rows]
     module.adapters = nnx.eval_shape(lambda: LowRank((size[-1], axes[-1]), outputs, axis, shape.columns, dtype))
@@ -240,6 +235,20 @@ def _give_room(
         for (name, own), (begin, _) in zip(by_name.items(), spans, strict=True)
     }
     return tensors, axis
+
+
+def _side_by_side(tensors: Sequence[Sequence[Part]], size: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
+    """Return the axis of a weight along which the rows of its tensors are side by side, and the span of each.
+
+    tensors: the parts of each. size: of the weight. None: they are not side by side
+    """
+    if len(tensors) == 1:
+        return 0, [(0, size[0])]
+    starts = [part.start for parts in tensors for part in parts]
+    axis, *others = (i for i in range(len(size)) if len({start[i] for start in starts}) > 1)
+    spans = [_span(parts, axis) for parts in tensors]
+    follow = [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]]
+    return (axis, spans) if follow and not others else None
 
 
 def _span(parts: Sequence[Part], axis: int) -> tuple[int, int]:

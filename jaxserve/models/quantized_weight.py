@@ -138,13 +138,7 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
         group = _stored_group(own, depth, kind, experts=isinstance(module, ExpertProj))
         if own.is_float and not group:
             continue
-        if len(quantized) < len(names):
-            wide = next(name for name in names if name not in quantized)
-            raise ModelLoadError(
-                f"{quantized[0]} is quantized and {wide} is not, and they are computed as one", fix=_FIX
-            )
-        if other := next((name for name in quantized if form.of(name) != form.of(names[0])), None):
-            raise ModelLoadError(f"{names[0]} and {other} differ in form, and they are computed as one", fix=_FIX)
+        _check_alike(form, names, quantized)
         if not group or depth % group:
             raise ModelLoadError(
                 f"{names[0]}: rows of {depth} numbers are no whole groups of {group or BLOCK}", fix=_FIX
@@ -152,6 +146,18 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
         ordered = form.permuted and not isinstance(module, ExpertProj)
         weight = QuantizedWeight(module.weight, kind, group, stored=True, zeros=own.zeros, ordered=ordered)
         _replace(module, weight)
+
+
+def _check_alike(form: StoredForm, names: list[str], quantized: list[str]) -> None:
+    """Raise ModelLoadError unless the tensors of a fused weight, by the names of their modules, have one form.
+
+    quantized: the names whose tensors are quantized, at least one
+    """
+    if len(quantized) < len(names):
+        wide = next(name for name in names if name not in quantized)
+        raise ModelLoadError(f"{quantized[0]} is quantized and {wide} is not, and they are computed as one", fix=_FIX)
+    if other := next((name for name in quantized if form.of(name) != form.of(names[0])), None):
+        raise ModelLoadError(f"{names[0]} and {other} differ in form, and they are computed as one", fix=_FIX)
 
 
 def _stored_group(form: StoredForm, depth: int, kind: Kind, *, experts: bool) -> int:

@@ -30,7 +30,7 @@ from jaxserve.models.checkpoint.read_config import (
 )
 from jaxserve.models.config import EagleHead, GenerationDefaults, ModelConfig
 from jaxserve.models.families.registry import ARCHITECTURES, NESTED, family_of
-from jaxserve.models.family import OF_TOWER
+from jaxserve.models.family import OF_TOWER, Nested
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 from jaxserve.models.unserved import refuse_unserved
 from jaxserve.models.vision.read import with_processor
@@ -184,12 +184,7 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
         fields["rope"] = rope_config(hf, fields["head_dim"])
     fields |= family.changes(hf, fields)
     if nested is not None:
-        served = nested.pictures is not None and hf.get("vision_config") is not None
-        if served and nested.pictures is not None:
-            fields |= nested.pictures(hf, fields)
-        unused, prefixes = ((), (*nested.prefixes, *OF_TOWER)) if served else (nested.unused, nested.prefixes)
-        fields["ignored_tensors"] = (*unused, *fields.get("ignored_tensors", ()))
-        fields["tensor_names"] = (*prefixes, *fields.get("tensor_names", ()))
+        fields |= _nested_fields(nested, hf, fields)
     block = _weight_block(hf)
     stored = read_stored_form(hf.get("quantization_config") or {}, block)
     if stored is not None:
@@ -197,6 +192,19 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
     config = ModelConfig(**fields, weight_block=block, stored_form=stored)
     _check(config)
     return config if generation is None else with_generation(config, generation)
+
+
+def _nested_fields(nested: Nested, hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a language model inside another architecture: of its tower, and the names of its tensors."""
+    tower: dict[str, Any] = {}
+    unused, prefixes = nested.unused, nested.prefixes
+    if nested.pictures is not None and hf.get("vision_config") is not None:
+        tower = nested.pictures(hf, fields)
+        unused, prefixes = (), (*nested.prefixes, *OF_TOWER)
+    return tower | {
+        "ignored_tensors": (*unused, *fields.get("ignored_tensors", ())),
+        "tensor_names": (*prefixes, *fields.get("tensor_names", ())),
+    }
 
 
 def with_generation(config: ModelConfig, generation: Json) -> ModelConfig:
