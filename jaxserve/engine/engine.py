@@ -597,7 +597,10 @@ class TextEngine:
             self.control.adapters.unload(name)
 
     def _adapter(self, name: str | None) -> str:
-        return "" if name is None else self.control.adapters.digest_of(name)
+        if name is None:
+            return ""
+        with self._lock.held():  # another thread may be loading or unloading one
+            return self.control.adapters.digest_of(name)
 
     def pause(self, mode: Mode = "abort") -> None:
         """Run no steps until `resume`.
