@@ -440,7 +440,8 @@ class Scheduler:
         requests = self.in_flight.take(output)
         self._last_read = output.step
         self.counters.encode_seconds += sampled.encode_seconds
-        fine, outputs = int(RowStatus.FINE), []
+        fine, finished = int(RowStatus.FINE), RequestStatus.FINISHED  # looked up once: it takes 0.1 us
+        outputs: list[TokenOutput] = []
         token_ids, num_valid, status = sampled.token_ids.tolist(), sampled.num_valid.tolist(), sampled.status.tolist()
         logprobs = None if sampled.logprobs is None else StepLogprobs(sampled, output.rows)
         first_chunk = output.num_decode_rows
@@ -450,7 +451,7 @@ class Scheduler:
             most = 1 + len(row.drafts) if row.drafts else 1
             if samples := row.samples:
                 request.num_inflight_tokens -= most
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 self.counters.dropped_tokens += num_valid[i] if samples else 0
             elif status[i] != fine:
                 outputs.append(self._fail_row(request, status[i]))
