@@ -107,13 +107,16 @@ def test_a_bfloat16_weight_has_the_bits_of_the_float32_one(tokens: int) -> None:
 
 
 def test_linear_takes_the_kernel_for_float32() -> None:
-    def lowered(rows: int, dtype: str = "float32", deterministic: bool = False, weights: str = "") -> str:
-        x, w = jnp.zeros((rows, 32), dtype), jnp.zeros((3, 8, 32), weights or dtype)
+    def lowered(
+        rows: int, dtype: str = "float32", deterministic: bool = False, weights: str = "", depth: int = 64
+    ) -> str:
+        x, w = jnp.zeros((rows, depth), dtype), jnp.zeros((3, 8, depth), weights or dtype)
         return jax.jit(Products(native=True, deterministic=deterministic)).lower(x, w).as_text()
 
     assert all("jaxserve_matmul" in lowered(rows) and "matmul_few" not in lowered(rows) for rows in (9, 600))
     assert all("matmul_few" not in lowered(rows, deterministic=True) for rows in (1, 8))
     assert "jaxserve_matmul_few" in lowered(1) and "jaxserve_matmul_few" in lowered(8)
+    assert "jaxserve_matmul" in lowered(8, depth=16) and "matmul_few" not in lowered(8, depth=16)
     assert "custom_call" not in lowered(8, "bfloat16")
     assert "jaxserve_matmul" in lowered(9, weights="bfloat16") and "matmul_few" in lowered(1, weights="bfloat16")
     x, w = _arrays(7, 24, 32)

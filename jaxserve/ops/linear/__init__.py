@@ -209,8 +209,8 @@ def _added_in_order(x: jax.Array, w: Weight, out_dtype: DTypeLike, split: tuple[
 
 
 def _native(x: jax.Array, w: Weight, *, few: bool, rounded: bool) -> jax.Array:
-    """Multiply by a C kernel. few: by the kernels for few rows, if there are so few."""
-    few = few and x.shape[0] <= kernels.FEW
+    """Multiply by a C kernel. few: by the kernels for few rows, if there are so few and they are not short."""
+    few = few and x.shape[0] <= kernels.FEW and x.shape[1] >= kernels.FEW_DEPTH
     if rounded and kernels.rounds(w):
         return kernels.matmul_rounded(x, w, few=few)
     return kernels.matmul_few(x, w) if few else kernels.matmul(x, w)
