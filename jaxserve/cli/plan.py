@@ -198,7 +198,7 @@ def _head(planner: ShapePlanner, dtype: jnp.dtype) -> str:
     form = config.stored_form
     bits = ""
     if form is not None:
-        bits = f"few bits ({form.description})" if form.method == "gguf" else f"{form.bits} bits"
+        bits = f"quantized ({form.description})" if form.method == "gguf" else f"{form.bits} bits"
     few = {"none": "", "stored": bits}.get(config.quantization, config.quantization)
     held = f"{few} and {dtype}" if few else str(dtype)
     lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {held}"]

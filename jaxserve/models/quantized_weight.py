@@ -119,9 +119,7 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
     quantized.
     """
     if form.not_held():
-        raise ModelLoadError(
-            f"weights of GGUF's type {' and '.join(form.not_held())} are not kept in few bits", fix=_FIX
-        )
+        raise ModelLoadError(f"weights of GGUF's type {' and '.join(form.not_held())} do not stay quantized", fix=_FIX)
     for path, module in _layers(model):
         scope, parts = path[:-1] if module.weight.parts else path, module.weight.parts
         if form.method == "gpt-oss" and not any(part.mxfp4 for part in parts):

@@ -154,7 +154,7 @@ def test_what_is_not_held_is_refused_by_name(tmp_path: Path) -> None:
     file, plain = written(tmp_path, "llama of blocks", "Q3_K", attn_v="Q5_K")
     config = read_config(file)
     assert choose_quantization("auto", config, ModelFiles.open(file)) == "stored"
-    with pytest.raises(ModelLoadError, match="weights of GGUF's type Q3_K are not kept in few bits") as error:
+    with pytest.raises(ModelLoadError, match="weights of GGUF's type Q3_K do not stay quantized") as error:
         load(file, "stored")
     assert error.value.fix == "set model.quantization: none"
     assert_equal_models(load(file, choose_quantization("none", config, ModelFiles.open(file))), load(plain, "none"))
