@@ -160,7 +160,8 @@ class ProgramSet:
         """Return the names of the tower's programs that need the most temporary memory."""
         if self.tower is None:
             return ()
-        return tuple(f"encode_{half}[{self.tower.limits.sizes[-1]}]" for half in ("attend", "mlp"))
+        size = self.tower.limits.sizes[-1]
+        return tuple(f"encode_{kind}[{size}]" for kind in ("attend", "project", "queries", "mlp"))
 
     def encode(self) -> list[Program]:
         """Return the programs of the tower, and the one that makes its pool."""

@@ -195,7 +195,7 @@ class RunnerSetup:
             self.buckets.max_tokens * self.loaded.config.hidden_size * self.loaded.structure.activation_dtype.itemsize
         )
         if self.tower is not None:
-            hidden += math.prod(self.tower.pool_shape) * self.tower.dtype.itemsize
+            hidden += self.tower.num_bytes
         weight_bytes = sum(map(_bytes, self.leaves))
         probe = config.num_pages is None and self.mesh.platform != "cpu" and device_bytes is None
         device_bytes = memory.device_memory(self.mesh.devices) if device_bytes is None else device_bytes

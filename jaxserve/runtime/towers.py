@@ -5,11 +5,14 @@ A picture is encoded in several dispatches, so that the steps of the language mo
     encode_start[P]    patches uint8 [P, W] -> x [P, D]: normalized and projected, positions added
     encode_attend[P]   the first half of a block on x. All blocks are equal, so one program runs them all, each with its
                        own weights
+    encode_project[P]  of large pictures, in place of the first half: queries, keys and values [P, N, H]
+    encode_queries[P]  then, several times: the attention of some of the patches, a part of the first half
     encode_mlp[P]      the second half
     encode_deep[P]     rows of the states after a deepstack block -> pool
     encode_end[P]      rows of the states after the last block -> pool
 
-Blocks are halved because on a CPU a block of 1024 patches takes half a second.
+Blocks are halved because on a CPU a block of 1024 patches takes half a second. Attention is in parts from 4096 patches
+on, because with 16,384 it takes an H200 as long as four steps of the language model.
 
 Pictures that are wanted at once share a program, the smallest that the first one fits; each patch sees its own picture
 only. With `runtime.deterministic` a program has one picture, since sums of other lengths are rounded in another order.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +37,8 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models.checkpoint.structure import ModelStructure
-from jaxserve.models.vision.config import PatchLayout, VisionConfig, patch_layout
-from jaxserve.models.vision.tower import embedded, segments_row
+from jaxserve.models.vision.config import PatchLayout, TowerPiece, VisionConfig, patch_layout
+from jaxserve.models.vision.tower import QueriesKeysValues, embedded, segments_row
 from jaxserve.types.picture import Picture
 from jaxserve.types.scheduling import TowerLimits
 from jaxserve.types.step import EncodePart, SampledTokens, StepHandle
@@ -42,6 +46,7 @@ from jaxserve.types.step import EncodePart, SampledTokens, StepHandle
 PATCHES = (256, 1024, 4096, 16384)  # of the programs
 CPU_TOKENS, MAX_TOKENS = 256, 4096  # tokens of the largest picture, on a CPU and elsewhere
 MOST_SECONDS = 0.3  # of the pieces of a step
+MOST_SCORES = 2**23  # of a head in a piece. With 16 heads they move 2 GB through memory: 0.5 ms on an H200
 
 MakeProgram = Callable[[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any], Any]
 Leaves = tuple[jax.Array, ...]
@@ -52,14 +57,22 @@ def tower_limits(
 ) -> TowerLimits:
     """Return how pictures are encoded on a platform. deterministic: each picture has a program of its own"""
     most = CPU_TOKENS if platform == "cpu" else MAX_TOKENS
-    sizes = tuple(size for size in PATCHES if size < most * config.merge**2)
+    largest = most * config.merge**2
+    sizes = (*(size for size in PATCHES if size < largest), largest)
     return TowerLimits(
         num_rows=max(max_num_batched_tokens, most),
         merge=config.merge,
-        sizes=(*sizes, most * config.merge**2),
-        pieces=tuple(piece for piece, _ in config.pieces),
+        pieces={size: tuple(piece.kind for piece in config.pieces(num_parts(size))) for size in sizes},
         packs=not deterministic,
     )
+
+
+def num_parts(size: int) -> int:
+    """Return the parts of the first half of a block of `size` patches: a power of 2, 1 if it is not cut."""
+    parts = 1
+    while size * size > parts * MOST_SCORES and size % (2 * parts) == 0:
+        parts *= 2
+    return parts
 
 
 @dataclass(frozen=True)
@@ -94,13 +107,14 @@ class Piece:
 class TowerPrograms:
     """The programs of a tower: the functions, and their arguments for the compiler.
 
-    pool_shape: [parts, E, D] of the pool of rows
+    pieces: patches of the programs -> what runs for pictures of as many. pool_shape: [parts, E, D] of the pool of rows
     """
 
     def __init__(self, structure: ModelStructure, limits: TowerLimits) -> None:
         config = structure.config.vision
         assert config is not None
         self.config, self.limits = config, limits
+        self.pieces = {size: config.pieces(num_parts(size)) for size in limits.sizes}
         self.dtype = structure.activation_dtype
         self.pool_shape = config.row_parts, limits.num_rows, config.out_size
         self.start = Piece.of(structure, ("visual", "patch_embed"))
@@ -109,6 +123,13 @@ class TowerPrograms:
         late = range(len(config.deepstack))
         self.deep = [Piece.of(structure, ("visual", "deepstack_merger_list", index)) for index in late]
         self.end = Piece.of(structure, ("visual", "merger"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, and of the states that the largest pictures have between two pieces."""
+        size = self.limits.sizes[-1]
+        states = size * self.config.hidden_size * (1 if num_parts(size) == 1 else 4)
+        return (math.prod(self.pool_shape) + states) * self.dtype.itemsize
 
     def leaves_of_start(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the arguments of `encode_start`: weights of the projection, and of the table of positions."""
@@ -126,6 +147,21 @@ class TowerPrograms:
     ) -> tuple[jax.Array, jax.Array]:
         """Run the first half of a block: x [P, D] -> (x [P, D], an int32 scalar to wait for)."""
         return _with_mark(self.blocks[0].bind(leaves).attend(x, places, segments))
+
+    def run_project(self, leaves: Leaves, x: jax.Array, places: jax.Array) -> tuple[QueriesKeysValues, jax.Array]:
+        """Run `TowerBlock.project`: x [P, D] -> (three arrays [P, N, H], an int32 scalar to wait for)."""
+        q, k, v = self.blocks[0].bind(leaves).project(x, places)
+        return (q, k, v), _mark(q)
+
+    def run_queries(
+        self, leaves: Leaves, x: jax.Array, projected: QueriesKeysValues, segments: jax.Array, part: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run a part of the first half of a block: x [P, D] -> (x [P, D], an int32 scalar to wait for).
+
+        part: int32 scalar, from 0 on
+        """
+        count = x.shape[0] // num_parts(x.shape[0])
+        return _with_mark(self.blocks[0].bind(leaves).attend_part(x, projected, segments, part * count, count))
 
     def run_mlp(self, leaves: Leaves, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Run the second half of a block: x [P, D] -> (x [P, D], an int32 scalar to wait for)."""
@@ -162,7 +198,13 @@ class TowerPrograms:
             args: tuple[Any, ...] = (*self.leaves_of_start(leaves), patches, places, weights)
             yield make(f"encode_start[{size}]", self.run_start, args, (), replicated)
             both, weights = (replicated, replicated), self.blocks[0].chosen(leaves)
-            yield make(f"encode_attend[{size}]", self.run_attend, (weights, x, places, ints(size)), (1,), both)
+            if num_parts(size) == 1:
+                yield make(f"encode_attend[{size}]", self.run_attend, (weights, x, places, ints(size)), (1,), both)
+            else:
+                head = struct(self.dtype, size, self.config.num_heads, self.config.head_dim)
+                yield make(f"encode_project[{size}]", self.run_project, (weights, x, places), (), both)
+                args = (weights, x, (head,) * 3, ints(size), ints())
+                yield make(f"encode_queries[{size}]", self.run_queries, args, (1,), both)
             yield make(f"encode_mlp[{size}]", self.run_mlp, (weights, x), (1,), both)
             if self.deep:
                 args = (self.deep[0].chosen(leaves), pool, x, targets, ints())
@@ -173,16 +215,25 @@ class TowerPrograms:
 
 def _with_mark(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return x [P, D], and an int32 scalar that is ready when x is: x itself may be donated before it is waited for."""
-    return x, jnp.isfinite(x[0, 0]).astype(jnp.int32)
+    return x, _mark(x)
+
+
+def _mark(x: jax.Array) -> jax.Array:
+    """Return an int32 scalar that is ready when x is."""
+    return jnp.isfinite(x[(0,) * x.ndim]).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
 class _InProgress:
-    """Pictures that are being encoded: their states after the pieces that ran, and their layout on the host."""
+    """Pictures that are being encoded: their states after the pieces that ran, and their layout on the host.
+
+    projected: of the block whose first half has begun
+    """
 
     size: int
     x: jax.Array
     layout: PatchLayout
+    projected: QueriesKeysValues | None = None
 
 
 class TowerRunner:
@@ -222,14 +273,14 @@ class TowerRunner:
             picture = Picture(bytes(32), bytes(size * config.width), grid, 0, size // merge**2)
             state = self._start(leaves, (picture,))
             state.x.block_until_ready()
-            for piece in dict.fromkeys(self.limits.pieces):
+            for kind in {piece.kind: None for piece in self._programs.pieces[size]}:
                 taken = []
                 for _ in range(2):  # the first run takes longer
                     began = time.perf_counter()
-                    state, done = self._run_piece(leaves, piece, 0, state, self._targets([], size))
+                    state, done = self._run_piece(leaves, TowerPiece(kind, 0), state, self._targets([], size))
                     done.block_until_ready()
                     taken.append(time.perf_counter() - began)
-                seconds[piece, size] = min(taken)
+                seconds[kind, size] = min(taken)
         allowed = min(MOST_SECONDS, step_seconds)
         self.limits = dataclasses.replace(self.limits, seconds=seconds, step_seconds=allowed)
 
@@ -242,34 +293,40 @@ class TowerRunner:
         assert state is not None, "pictures go on that were not started"
         self._pictures = None  # their states are donated
         targets = self._targets(part.rows, state.size)
-        pieces = self._programs.config.pieces
+        pieces = self._programs.pieces[state.size]
         done: jax.Array | None = None
-        for piece, index in pieces[part.first : part.last]:
-            state, done = self._run_piece(leaves, piece, index, state, targets)
+        for piece in pieces[part.first : part.last]:
+            state, done = self._run_piece(leaves, piece, state, targets)
         if part.last < len(pieces):
             self._pictures = state
         assert done is not None, "no pieces"
         return done
 
     def _run_piece(
-        self, leaves: Leaves, piece: str, index: int, state: _InProgress, targets: np.ndarray
+        self, leaves: Leaves, piece: TowerPiece, state: _InProgress, targets: np.ndarray
     ) -> tuple[_InProgress, jax.Array]:
-        """Dispatch a piece. Returns the states behind it, and a scalar to wait for. index: as in VisionConfig.pieces"""
-        programs, layout, x = self._programs, state.layout, state.x
-        match piece:
+        """Dispatch a piece. Returns the states behind it, and a scalar to wait for."""
+        programs, layout, x, projected = self._programs, state.layout, state.x, state.projected
+        kind, number, part = piece
+        call = functools.partial(self._call, kind, state.size)
+        match kind:
             case "attend":
-                segments = layout.segments[segments_row(programs.config, index)]
-                args = programs.blocks[index].chosen(leaves), x, layout.places, segments
-                x, done = self._call("attend", state.size, *args)
+                segments = layout.segments[segments_row(programs.config, number)]
+                x, done = call(programs.blocks[number].chosen(leaves), x, layout.places, segments)
+            case "project":
+                projected, done = call(programs.blocks[number].chosen(leaves), x, layout.places)
+            case "queries":
+                segments = layout.segments[segments_row(programs.config, number)]
+                x, done = call(programs.blocks[number].chosen(leaves), x, projected, segments, np.int32(part))
             case "mlp":
-                x, done = self._call("mlp", state.size, programs.blocks[index].chosen(leaves), x)
+                projected = None
+                x, done = call(programs.blocks[number].chosen(leaves), x)
             case "deep":
-                args = programs.deep[index].chosen(leaves), self.pool, x, targets, np.int32(1 + index)
-                self.pool, done = self._call("deep", state.size, *args)
-            case _:
-                args = programs.end.chosen(leaves), self.pool, x, targets
-                self.pool, done = self._call("end", state.size, *args)
-        return dataclasses.replace(state, x=x), done
+                weights = programs.deep[number].chosen(leaves)
+                self.pool, done = call(weights, self.pool, x, targets, np.int32(1 + number))
+            case "end":
+                self.pool, done = call(programs.end.chosen(leaves), self.pool, x, targets)
+        return dataclasses.replace(state, x=x, projected=projected), done
 
     def _start(self, leaves: Leaves, pictures: Sequence[Picture]) -> _InProgress:
         programs = self._programs

@@ -27,7 +27,7 @@ _Key = tuple[str, bytes]  # namespace and digest: latency would tell who else ha
 
 @dataclass(eq=False)
 class _Entry:
-    """A picture with rows in the pool. done: pieces of the tower that were dispatched
+    """A picture with rows in the pool. done: whether all pieces of the tower were dispatched
 
     While it is not done it has users: without any it is dropped.
     """
@@ -35,7 +35,7 @@ class _Entry:
     key: _Key
     picture: Picture
     rows: list[int]
-    done: int = 0
+    done: bool = False
     users: set[Request] = field(default_factory=set)
 
 
@@ -52,7 +52,8 @@ class PicturePool:
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
         self._stale: set[_Entry] = set()  # still held, with rows of weights that were replaced
         self._wanted: list[_Entry] = []  # to encode, in this order
-        self._begun: list[_Entry] = []  # in one program, all after the same block; some may be dropped
+        self._begun: list[_Entry] = []  # in one program; some may be dropped
+        self._num_pieces = 0  # of these, that were dispatched
         self._held: dict[Request, set[_Entry]] = {}
 
     @property
@@ -73,7 +74,7 @@ class PicturePool:
             if picture.end <= request.num_computed_tokens:
                 continue
             entry = self._hold(request, picture)
-            if entry is None or entry.done < len(self._limits.pieces):
+            if entry is None or not entry.done:
                 reached = min(reached, max(picture.start, request.num_computed_tokens))
             if entry is None:
                 break
@@ -89,7 +90,7 @@ class PicturePool:
                 return None
             entry = self._entries[key] = _Entry(key, picture, rows)
             self._wanted.append(entry)
-        elif request not in entry.users and entry.done == len(self._limits.pieces):
+        elif request not in entry.users and entry.done:
             self.num_reused += 1
         entry.users.add(request)
         self._held.setdefault(request, set()).add(entry)
@@ -121,13 +122,14 @@ class PicturePool:
     def plan(self) -> list[EncodePart]:
         """Return the parts to run after the rows of this step. Later steps may read the pictures that they complete."""
         parts: list[EncodePart] = []
-        pieces, left = self._limits.pieces, self._limits.step_seconds
+        left = self._limits.step_seconds
         while self.has_work:
             if not any(entry.users for entry in self._begun):
                 self._begin()
-            begun, first = self._begun, self._begun[0].done
+            begun = self._begun
             size = self._limits.size_of(sum(entry.picture.num_patches for entry in begun))
-            last = first
+            pieces = self._limits.pieces[size]
+            first = last = self._num_pieces
             while last < len(pieces):
                 seconds = self._limits.seconds.get((pieces[last], size), math.inf)
                 if seconds > left and (parts or last > first):
@@ -138,17 +140,18 @@ class PicturePool:
                 break
             rows = [row for entry in begun for row in entry.rows]
             parts.append(EncodePart(tuple(entry.picture for entry in begun), first, last, rows))
-            for entry in begun:
-                entry.done = last
+            self._num_pieces = last
             if last == len(pieces):
                 self.num_encoded += sum(bool(entry.users) for entry in begun)
+                for entry in begun:
+                    entry.done = True
                 self._begun = []
         return parts
 
     def _begin(self) -> None:
         """Take the next pictures: the first one that is wanted, and those after it that its program holds too."""
         room = self._limits.size_of(self._wanted[0].picture.num_patches)
-        self._begun = []
+        self._begun, self._num_pieces = [], 0
         while self._wanted and self._wanted[0].picture.num_patches <= room:
             room -= self._wanted[0].picture.num_patches if self._limits.packs else room
             self._begun.append(self._wanted.pop(0))
@@ -187,7 +190,7 @@ class PicturePool:
         self._held[request].remove(entry)
         if not self._held[request]:
             del self._held[request]
-        if not entry.users and (entry in self._stale or entry.done < len(self._limits.pieces)):
+        if not entry.users and (entry in self._stale or not entry.done):
             self._drop(entry)
 
     def flush(self) -> None:

@@ -223,8 +223,7 @@ class TowerLimits:
 
     num_rows      rows of the pool, each of one token
     merge         patches of a token are merge x merge
-    sizes         patches of the programs, ascending
-    pieces        names of the programs that encode a picture, in their order
+    pieces        patches of the programs, ascending -> names of those that encode pictures of as many, in their order
     packs         whether pictures share a program if they fit. If not, the bits of a row depend on its picture alone
     seconds       name and patches of a program -> measured seconds. Empty: not measured, a step then runs one piece
     step_seconds  for which the pieces of a step may run; running streams wait for them. A step has at least one
@@ -232,11 +231,15 @@ class TowerLimits:
 
     num_rows: int
     merge: int
-    sizes: tuple[int, ...]
-    pieces: tuple[str, ...]
+    pieces: Mapping[int, tuple[str, ...]]
     packs: bool = True
     seconds: Mapping[tuple[str, int], float] = field(default_factory=dict)
     step_seconds: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Patches of the programs, ascending."""
+        return tuple(self.pieces)
 
     def size_of(self, num_patches: int) -> int:
         """Return the patches of the smallest program that holds as many."""

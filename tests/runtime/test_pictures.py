@@ -11,20 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.engine.core import CoreOptions, EngineCore
-from jaxserve.models.checkpoint.loader import load_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.vision import tower
+from jaxserve.runtime import towers
+from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.scheduler.pictures import PicturePool
 from jaxserve.types.picture import Picture
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig, StateSizes, TowerLimits
-from jaxserve.types.step import Request
+from jaxserve.types.step import EncodePart, Request
 from tests.fakes import Transcripts, make_request, run_all
 from tests.models.picture_cases import CASES, prompts_of
 from tests.models.test_pictures import GOLDENS, pictures_of, write_case
@@ -155,7 +159,7 @@ def test_a_running_stream_gets_a_token_in_every_step_beside_an_encode(runner: Mo
         assert len(transcripts["stream"].token_ids) == before + 1
     assert pool(core).num_encoded == 5
     steps = len(transcripts["stream"].token_ids)
-    assert steps >= len(limits.pieces), "several pieces ran in a step"
+    assert steps >= len(limits.pieces[256]), "several pieces ran in a step"
 
 
 def test_pictures_that_are_wanted_at_once_share_a_program(runner: ModelRunner):
@@ -168,6 +172,47 @@ def test_pictures_that_are_wanted_at_once_share_a_program(runner: ModelRunner):
         counts.append(runner.tower.num_dispatches - before)
     each = 1 + 2 * 3 + 2 + 1  # start, halves of blocks, two deepstack blocks, end
     assert counts == [2 * each, 5 * each], "four of them are in the first chunk"
+
+
+@pytest.mark.parametrize("case", [CASE, "qwen2_5_vl_pictures"])  # the second attends in windows
+def test_attention_in_parts_makes_the_same_rows(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Equal to the bit, whether attention is cut or not, and in steps of any number of pieces."""
+    model = load_model(write_case(case, tmp_path), dtype=jnp.dtype("float32"))
+    monkeypatch.setattr(tower, "QUERY_TILE", 32)  # a part is of whole tiles
+    found: list[np.ndarray] = []
+    for parts in (1, 8):
+        monkeypatch.setattr(towers, "MOST_SCORES", 256 * 256 // parts)
+        runner = make_tower(model)
+        kinds = runner.limits.pieces[256]
+        assert (kinds.count("attend"), kinds.count("queries")) == ((3, 0) if parts == 1 else (0, 3 * parts))
+        for step in (len(kinds), 5, 1):
+            runner.rebuild()
+            for first in range(0, len(kinds), step):
+                last = min(first + step, len(kinds))
+                runner.run(model.leaves, EncodePart(pictures_of("five")[1], first, last, list(range(20, 0, -1))))
+            found.append(np.asarray(runner.pool))
+    assert all(np.array_equal(rows, found[0]) for rows in found)
+    assert found[0][:, 1:21].any(axis=-1).all()
+
+
+def make_tower(model: LoadedModel) -> towers.TowerRunner:
+    """The tower of a model for pictures of 256 patches, with the options of deterministic mode."""
+    vision = model.config.vision
+    assert vision is not None
+    limits = towers.tower_limits(vision, "cpu", 32, deterministic=True)
+    programs = towers.TowerPrograms(
+        model.structure, dataclasses.replace(limits, num_rows=32, pieces={256: limits.pieces[256]})
+    )
+    options = dict(compiler_options("cpu", deterministic=True))
+    pool = jax.ShapeDtypeStruct(programs.pool_shape, programs.dtype)
+
+    def compiled(name: str, function: Any, args: Any, donated: tuple[int, ...], _: Any) -> tuple[str, Any]:
+        jitted = jax.jit(function, donate_argnums=donated, compiler_options=options)
+        return name, jitted.lower(*args).compile()
+
+    return towers.TowerRunner(
+        programs, dict(programs.programs(model.leaves, pool, None, compiled)), lambda: jnp.zeros(pool.shape, pool.dtype)
+    )
 
 
 def test_an_abort_leaves_the_pictures_that_share_its_program(runner: ModelRunner):
@@ -322,7 +367,7 @@ def test_a_model_without_a_tower_refuses_pictures(runner: ModelRunner):
 
 def test_limits_of_a_cpu_hold_a_picture_of_256_tokens(runner: ModelRunner):
     pieces = ("attend", "mlp", "deep", "attend", "mlp", "attend", "mlp", "deep", "end")
-    assert runner.tower_limits == TowerLimits(num_rows=256, merge=2, sizes=(256, 1024), pieces=pieces)
+    assert runner.tower_limits == TowerLimits(num_rows=256, merge=2, pieces={256: pieces, 1024: pieces})
 
 
 def test_a_step_runs_the_pieces_that_fit_in_its_time():
@@ -330,13 +375,20 @@ def test_a_step_runs_the_pieces_that_fit_in_its_time():
     small, large = (Picture(bytes([size]) * 32, b"", (1, 8, 8 * size), 1, 16 * size) for size in (1, 16))
     pieces = ("attend", "mlp", "attend", "end")
     seconds = {(piece, size): taken for piece in pieces for size, taken in ((256, 0.1), (1024, 0.4))}
-    measured = TowerLimits(num_rows=512, merge=2, sizes=(256, 1024), pieces=pieces, seconds=seconds, step_seconds=0.35)
+    own, cut = dict.fromkeys((256, 1024), pieces), ("project", "queries", "queries", "mlp", "end")
+    fast = {("project", 1024): 0.05, ("queries", 1024): 0.1}
+    measured = TowerLimits(num_rows=512, merge=2, pieces=own, seconds=seconds, step_seconds=0.35)
     for limits, picture, parts in (
         (measured, small, [(0, 3), (3, 4)]),
         (measured, large, [(0, 1), (1, 2), (2, 3), (3, 4)]),
         (dataclasses.replace(measured, step_seconds=9.0), large, [(0, 4)]),
         (dataclasses.replace(measured, seconds=seconds | {("mlp", 256): 0.3}), small, [(0, 1), (1, 2), (2, 4)]),
         (dataclasses.replace(measured, seconds={}), small, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (
+            dataclasses.replace(measured, pieces=own | {1024: cut}, seconds=seconds | fast),
+            large,
+            [(0, 3), (3, 4), (4, 5)],
+        ),
     ):
         pictures, request = PicturePool(limits), Request("a", [0] * 300, SamplingParams(), 0.0, 0, 4)
         request.pictures = (picture,)

@@ -10,7 +10,26 @@ import numpy as np
 
 from jaxserve.types.picture import PictureInfo
 
-PieceKind = Literal["attend", "mlp", "deep", "end"]
+PieceKind = Literal["attend", "project", "queries", "mlp", "deep", "end"]
+
+
+class TowerPiece(NamedTuple):
+    """A part of a tower that runs at once.
+
+    attend     the first half of a block
+    project    its queries, keys and values, if it runs in parts
+    queries    one of these parts: the attention of some of the patches
+    mlp        the second half
+    deep       the merger of a deepstack block
+    end        the merger of the last block
+
+    number     of the block, or of the deepstack merger
+    part       of `queries`, from 0 on
+    """
+
+    kind: PieceKind
+    number: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,19 +85,19 @@ class VisionConfig:
         """Parts of a row, each of out_size numbers: of the last block, and of each deepstack block."""
         return 1 + len(self.deepstack)
 
-    @property
-    def pieces(self) -> tuple[tuple[PieceKind, int], ...]:
-        """The programs of a picture in their order, each with the number of its weights.
-
-        attend, mlp: halves of a block. deep: the merger of a deepstack block. end: the merger of the last one
-        """
-        halves: tuple[PieceKind, ...] = ("attend", "mlp")
-        found: list[tuple[PieceKind, int]] = []
+    def pieces(self, parts: int) -> tuple[TowerPiece, ...]:
+        """Return the pieces of a picture in their order. parts: of the first half of a block"""
+        found: list[TowerPiece] = []
         for block in range(self.depth):
-            found.extend((half, block) for half in halves)
+            if parts == 1:
+                found.append(TowerPiece("attend", block))
+            else:
+                found.append(TowerPiece("project", block))
+                found.extend(TowerPiece("queries", block, part) for part in range(parts))
+            found.append(TowerPiece("mlp", block))
             if block in self.deepstack:
-                found.append(("deep", self.deepstack.index(block)))
-        return (*found, ("end", 0))
+                found.append(TowerPiece("deep", self.deepstack.index(block)))
+        return (*found, TowerPiece("end", 0))
 
     def info(self, max_tokens: int) -> PictureInfo:
         """Describe the tower to the API process. max_tokens: of a picture"""

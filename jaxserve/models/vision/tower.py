@@ -4,11 +4,14 @@ All project patches, run pre-norm blocks with rotation by row and column, and me
 differ in the kind of norm and of MLP. Qwen3-VL adds learned positions and merges the states of some earlier blocks too
 (deepstack); Qwen3.5 does without deepstack. Qwen2.5-VL attends in windows in most blocks.
 
-A tower runs in pieces, two for each block, so that a step of the language model never waits for a whole picture. Axes:
-P patches, D hidden size, N heads, H head_dim, M tokens (P / merge^2). Parameters are replicated over a mesh.
+A tower runs in pieces, two or more for each block, so that a step of the language model never waits for a whole
+picture. Axes: P patches, D hidden size, N heads, H head_dim, M tokens (P / merge^2), Q patches of a part of the
+attention. Parameters are replicated over a mesh.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from jaxserve.models.rope import RopeTable, apply_rope
 from jaxserve.models.vision.config import VisionConfig
 from jaxserve.models.weights import param
 
+QueriesKeysValues = tuple[jax.Array, jax.Array, jax.Array]  # [P, N, H] each
 QUERY_TILE = 256  # patches whose scores [N, tile, P] are in memory at once
 
 
@@ -105,11 +109,21 @@ class TowerAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, rope: RopeTable, segments: jax.Array) -> jax.Array:
         """Attend x [P, D] -> [P, D]. segments: int32 [P]"""
-        count = x.shape[0]
-        q, k, v = self.qkv(x).reshape(count, 3, self.heads, -1).swapaxes(0, 1)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        tile = min(QUERY_TILE, count)
-        assert count % tile == 0, count
+        return self.attend(self.project(x, rope), segments, segments)
+
+    def project(self, x: jax.Array, rope: RopeTable) -> QueriesKeysValues:
+        """Return the queries and keys, rotated, and the values of x [P, D]."""
+        q, k, v = self.qkv(x).reshape(x.shape[0], 3, self.heads, -1).swapaxes(0, 1)
+        return apply_rope(q, rope), apply_rope(k, rope), v
+
+    def attend(self, projected: QueriesKeysValues, mine: jax.Array, segments: jax.Array) -> jax.Array:
+        """Attend the queries [Q, N, H] of some patches to the keys and values of all -> [Q, D].
+
+        mine, segments: int32 [Q] and [P]
+        """
+        q, k, v = projected
+        count = q.shape[0]
+        tile = math.gcd(QUERY_TILE, count)
 
         def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             """Attend some queries [tile, N, H], with their segments [tile] -> [tile, N, H]."""
@@ -117,9 +131,9 @@ class TowerAttention(nnx.Module):
             scores = jnp.einsum("qnh,knh->nqk", queries, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
             seen = own[:, None] == segments[None, :]
             weights = jax.nn.softmax(jnp.where(seen[None], scores, -jnp.inf), axis=-1).astype(v.dtype)
-            return jnp.einsum("nqk,knh->qnh", weights, v, preferred_element_type=jnp.float32).astype(x.dtype)
+            return jnp.einsum("nqk,knh->qnh", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
 
-        tiles = q.reshape(-1, tile, *q.shape[1:]), segments.reshape(-1, tile)
+        tiles = q.reshape(-1, tile, *q.shape[1:]), mine.reshape(-1, tile)
         return self.proj(jax.lax.map(attend, tiles).reshape(count, -1))
 
 
@@ -165,6 +179,22 @@ class TowerBlock(nnx.Module):
     def attend(self, x: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
         """Run the first half: x [P, D] -> [P, D], see `__call__`."""
         return x + self.attn(self.norm1(x), rotation(self.config, places), segments)
+
+    def project(self, x: jax.Array, places: jax.Array) -> QueriesKeysValues:
+        """Run the part of the first half that all its queries need: x [P, D] -> three arrays [P, N, H]."""
+        return self.attn.project(self.norm1(x), rotation(self.config, places))
+
+    def attend_part(
+        self, x: jax.Array, projected: QueriesKeysValues, segments: jax.Array, first: jax.Array, count: int
+    ) -> jax.Array:
+        """Run the first half for the patches [first, first + count) -> x [P, D], others as they were.
+
+        projected: of `project`, for x before the first of these parts. first: int32 scalar
+        """
+        q, k, v = projected
+        part, own, mine = (jax.lax.dynamic_slice_in_dim(array, first, count) for array in (q, x, segments))
+        attended = own + self.attn.attend((part, k, v), mine, segments)
+        return jax.lax.dynamic_update_slice_in_dim(x, attended, first, 0)
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """Run the second half: x [P, D] -> [P, D]."""
