@@ -214,6 +214,14 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "stream": True,
         },
     ),
+    "Open WebUI, a picture alone": (
+        "/v1/chat/completions",
+        chat({"type": "text", "text": ""}, image(), stream=True, stream_options={"include_usage": True}),
+    ),
+    "Open WebUI by Ollama, a picture alone": (  # a message without text has no content
+        "/api/chat",
+        {"model": "demo", "messages": [{"role": "user", "images": [TEXT]}], "options": {"num_predict": 4}},
+    ),
     "LangChain's ChatOpenAI": (
         "/v1/chat/completions",
         chat({"type": "text", "text": "Describe it."}, image(detail="auto"), temperature=0.7, n=1, stream=False),

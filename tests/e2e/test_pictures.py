@@ -213,9 +213,16 @@ def test_ollamas_client_gets_the_same_tokens(server: RunningServer, client: Any)
 
 def test_lines_of_a_batch_get_transformers_tokens(client: Any) -> None:
     names = ("one", "two")
+    assert answers_of_a_batch(client, {name: chat(parts_of(name)) for name in names}) == {
+        name: golden(name) for name in names
+    }
+
+
+def answers_of_a_batch(client: Any, bodies: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The texts that a batch of chats is answered with."""
     lines = [
-        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": chat(parts_of(name))}
-        for name in names
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for name, body in bodies.items()
     ]
     data = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("lines.jsonl", io.BytesIO(data)), purpose="batch")
@@ -223,9 +230,29 @@ def test_lines_of_a_batch_get_transformers_tokens(client: Any) -> None:
     wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch ends")
     output = client.files.content(client.batches.retrieve(batch.id).output_file_id).text
     answers = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, output.splitlines())}
-    assert {name: answers[name]["choices"][0]["message"]["content"] for name in names} == {
-        name: golden(name) for name in names
-    }
+    return {name: answer["choices"][0]["message"]["content"] for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_open_webuis_bodies_are_one_prompt(server: RunningServer, client: Any, alone: bool) -> None:
+    """Its text stands before the picture, for Ollama behind it. A picture alone has an empty text, or none."""
+    given = parts_of("one")
+    (picture,), text = [part for part in given if isinstance(part, bytes)], "" if alone else given[0]
+    orders: tuple[list[str | bytes], ...] = ([text, picture], [picture, text])
+    plain = [[part for part in order if part] for order in orders]
+    expected = [client.chat.completions.create(**chat(parts)).choices[0].message.content for parts in plain]
+    body = chat(orders[0], metadata={"chat": "1"}) | {"stream_options": {"include_usage": True}, "stream": True}
+    with client.chat.completions.create(**body) as stream:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == expected[0]
+    whole = chat(orders[0])
+    assert post(server, "/v1/chat/completions", whole)["choices"][0]["message"]["content"] == expected[0]
+    assert answers_of_a_batch(client, {"a": whole}) == {"a": expected[0]}
+    message = {"role": "user", "images": [base64.b64encode(picture).decode()]} | ({} if alone else {"content": text})
+    options = {"temperature": 0, "num_predict": 6}
+    own = {"model": "tiny", "messages": [message], "options": options}
+    assert post(server, "/api/chat", own | {"stream": False})["message"]["content"] == expected[1]
+    answer = httpx2.post(f"{server.url}/api/chat", json=own | {"stream": True}, timeout=LAST_RESORT)
+    assert "".join(json.loads(line)["message"]["content"] for line in answer.text.splitlines()) == expected[1]
 
 
 def test_the_same_picture_is_found_and_another_of_its_size_is_not(server: RunningServer, client: Any) -> None:
