@@ -176,7 +176,7 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
 def tower_programs(target: DeviceMesh, **options: Any) -> Iterator[tuple[str, Program]]:
     """Yield (name in the table, program) of the towers, of PICTURES the mergers too. options: as of `make_set`"""
     for name in TOWERS:
-        parts = ("attend", "mlp", "deep", "end") if name == PICTURES else ("attend", "mlp")
+        parts = ("project", "queries", "mlp", *(("deep", "end") if name == PICTURES else ()))
         wanted = {f"encode_{part}[{size}]" for part in parts for size in _PATCHES}
         encode = make_set(name, target, layers=_DEEP, **options).encode()
         yield from _named(name, *(each for each in encode if each.name in wanted))
