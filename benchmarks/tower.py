@@ -3,8 +3,9 @@
     python -m benchmarks.tower Qwen3-VL-2B [--weights bfloat16]
     python -m benchmarks.tower Qwen3-VL-2B --write DIR [--layers 28]
 
-For each number of patches: the seconds of each piece, the least seconds of a block (operations over the machine's
-measured rate), its share of what the block takes, and the seconds of the whole tower.
+For each number of patches: the seconds of the halves of a block and of the mergers, of the longest piece, the least
+seconds of a block (operations over the machine's measured rate), its share of what the block takes, and the seconds of
+the whole tower.
 
 --write: the files of the model without weights, for `jaxserve launch --model DIR --model.load-format random`. The
 vocabulary is the demo model's.
@@ -24,19 +25,21 @@ import jax.numpy as jnp
 from benchmarks.floors import measure_machine
 from benchmarks.tokenizer_files import copy_tokenizer
 from jaxserve.models.checkpoint.hf_config import read_config
-from jaxserve.models.checkpoint.loader import random_model
+from jaxserve.models.checkpoint.loader import LoadedModel, random_model
 from jaxserve.models.vision.config import VisionConfig
 from jaxserve.runtime.compilation.compiler import compile_all
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
-from jaxserve.runtime.towers import MOST_SECONDS, TowerRunner
+from jaxserve.runtime.towers import MOST_SECONDS, TowerRunner, num_parts
 from jaxserve.types.picture import Picture
 from jaxserve.types.step import EncodePart
 from tests.models.published import PUBLISHED
 
 HEADER = (
-    "| patches | attend, s | mlp, s | deep, s | end, s | a block's least, s | share | tower, s |\n" + "|---" * 8 + "|"
+    "| patches | attend, s | mlp, s | deep, s | end, s | longest piece, s | a block's least, s | share | tower, s |\n"
+    + "|---" * 9
+    + "|"
 )
 
 _PICTURE, _START, _STOP = "<|fim_middle|>", "<|fim_prefix|>", "<|fim_suffix|>"  # special texts that no prompt needs
@@ -48,10 +51,10 @@ _TEMPLATE = f"""{{%- for m in messages -%}}<|im_start|>{{{{ m.role }}}}
 """
 
 
-def make_model(directory: Path, name: str, layers: int | None = None) -> None:
+def make_model(directory: Path, name: str, layers: int | None = None, blocks: int | None = None) -> None:
     """Write the files of a published model with a tower, without weights.
 
-    layers: of the language model; None: as published
+    layers: of the language model. blocks: of the tower, then without deepstack. None: as published
     """
     directory.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(directory)
@@ -62,6 +65,8 @@ def make_model(directory: Path, name: str, layers: int | None = None) -> None:
     hf = PUBLISHED[name].hf | vocab | {"dtype": "bfloat16"}
     if layers is not None:
         hf |= {"num_hidden_layers": layers}
+    if blocks is not None:
+        hf |= {"vision_config": hf["vision_config"] | {"depth": blocks, "deepstack_visual_indexes": []}}
     (directory / "config.json").write_text(json.dumps(hf, indent=2))
     least, most = (3136, 12_845_056) if hf["architectures"][0].startswith("Qwen2_5") else (65_536, 16_777_216)
     sizes = {"size": {"shortest_edge": least, "longest_edge": most}}
@@ -74,9 +79,14 @@ def block_operations(config: VisionConfig, patches: int) -> tuple[float, float]:
     return 8.0 * patches * size**2 + 4.0 * patches**2 * size, 2.0 * patches * (3 if config.gated else 2) * size * ffn
 
 
-def make_tower(name: str, weights: str, directory: Path) -> tuple[TowerRunner, tuple[jax.Array, ...], VisionConfig]:
-    """Return the runner of a model's tower, with its programs compiled, the model's weights, and the tower's sizes."""
-    make_model(directory, name, layers=3)  # deepstack needs three
+def make_tower(
+    name: str, weights: str, directory: Path, *, blocks: int | None = None, size: int | None = None
+) -> tuple[TowerRunner, LoadedModel]:
+    """Return the runner of a model's tower, with its programs compiled, and the model with random weights.
+
+    blocks: see `make_model`. size: patches of the programs to compile; None: all
+    """
+    make_model(directory, name, layers=3, blocks=blocks)  # deepstack needs three
     mesh = make_mesh(jax.default_backend())
     activations = "float32" if mesh.platform == "cpu" else "bfloat16"
     model = read_config(directory).replace(activation_dtype=activations)
@@ -91,15 +101,19 @@ def make_tower(name: str, weights: str, directory: Path) -> tuple[TowerRunner, t
     )
     setup = RunnerSetup.of(loaded, config, mesh)
     assert setup.tower is not None
-    compiled = compile_all(setup.program_set((256,), config.max_model_len).encode())
-    return TowerRunner(setup.tower, compiled, compiled["allocate_pictures"]), loaded.leaves, setup.tower.config
+    programs = setup.program_set((256,), config.max_model_len).encode()
+    if size is not None:
+        programs = [
+            program for program in programs if program.name == "allocate_pictures" or f"[{size}]" in program.name
+        ]
+    compiled = compile_all(programs)
+    return TowerRunner(setup.tower, compiled, compiled["allocate_pictures"]), loaded
 
 
-def tower_seconds(runner: TowerRunner, leaves: tuple[jax.Array, ...], config: VisionConfig, size: int) -> float:
-    """Return the seconds of a whole picture of `size` patches."""
-    grid = 1, config.merge, size // config.merge
-    picture = Picture(bytes(32), bytes(size * config.width), grid, 0, size // config.merge**2)
-    part = EncodePart((picture,), 0, len(config.pieces), list(range(picture.num_tokens)))
+def tower_seconds(runner: TowerRunner, leaves: tuple[jax.Array, ...], picture: Picture) -> float:
+    """Return the seconds of a whole picture. Its rows are the first of the pool."""
+    size = runner.limits.size_of(picture.num_patches)
+    part = EncodePart((picture,), 0, len(runner.limits.pieces[size]), list(range(picture.num_tokens)))
     began = time.perf_counter()
     jax.block_until_ready((runner.run(leaves, part), runner.pool))
     return time.perf_counter() - began
@@ -118,15 +132,22 @@ def main() -> None:
         return
     rate = measure_machine().rate
     with tempfile.TemporaryDirectory() as directory:
-        runner, leaves, config = make_tower(options.name, options.weights, Path(directory))
-    runner.warm_up(leaves, MOST_SECONDS)
+        runner, loaded = make_tower(options.name, options.weights, Path(directory))
+    config = loaded.config.vision
+    assert config is not None
+    runner.warm_up(loaded.leaves, MOST_SECONDS)
     print(f"{options.name}, {options.weights}, {rate / 1e9:.0f} GFLOP/s\n{HEADER}")
     for size in runner.limits.sizes:
-        taken = {piece: seconds for (piece, patches), seconds in runner.limits.seconds.items() if patches == size}
+        taken = {kind: seconds for (kind, patches), seconds in runner.limits.seconds.items() if patches == size}
+        longest, first = max(taken.values()), [taken.get(kind, 0.0) for kind in ("attend", "project")]
+        half = sum(first) + num_parts(size) * taken.get("queries", 0.0)
         least = sum(block_operations(config, size)) / rate
-        share = least / (taken["attend"] + taken["mlp"])
-        cells = *(f"{taken.get(piece, 0.0):.3f}" for piece in ("attend", "mlp", "deep", "end")), f"{least:.3f}"
-        whole = tower_seconds(runner, leaves, config, size)
+        share = least / (half + taken["mlp"])
+        seconds = half, taken["mlp"], taken.get("deep", 0.0), taken["end"], longest, least
+        cells = [f"{each:.3f}" for each in seconds]
+        grid = 1, config.merge, size // config.merge
+        picture = Picture(bytes(32), bytes(size * config.width), grid, 0, size // config.merge**2)
+        whole = tower_seconds(runner, loaded.leaves, picture)
         print(f"| {size} | {' | '.join(cells)} | {share:.0%} | {whole:.2f} |", flush=True)
 
 
