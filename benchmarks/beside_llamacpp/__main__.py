@@ -3,12 +3,19 @@ r"""Measure the engine beside llama.cpp on this CPU: the same weights in each fo
     python -m venv PEER && CMAKE_ARGS=-DGGML_NATIVE=ON PEER/bin/pip install llama-cpp-python gguf safetensors
     python -m benchmarks.make_model DIR
     python -m benchmarks.beside_llamacpp DIR --peer PEER/bin/python [--rows 1 8 32] [--rounds 2] [--files GGUF_DIR]
+    python -m benchmarks.beside_llamacpp DIR --peer PEER/bin/python --rows 1 --prompt 4000 --output 2
 
-Every prompt has 128 random tokens and every answer 64; all of a batch are there at the beginning. llama.cpp computes
-one prompt after the other and then decodes all rows together, on all cores. Each round runs all sides in processes of
-their own, one after the other, and each takes the best of its tries. Ours runs with `runtime.activations` exact and
-rounded; in float32 and FP4 there is only exact. NVFP4 and MXFP4 are measured beside Q4_0. Our keys and values are
-float32 unless --cache is bfloat16; llama.cpp's are float16. Prints output tokens a second and the ratios to llama.cpp.
+Every prompt has 128 random tokens and every answer 64, or other numbers; all of a batch are there at the beginning.
+llama.cpp computes one prompt after the other and then decodes all rows together, on all cores. Each round runs all
+sides in processes of their own, one after the other, and each takes the best of its tries. Ours runs with
+`runtime.activations` exact and rounded; in float32 and FP4 there is only exact. NVFP4 and MXFP4 are measured beside
+Q4_0. Our keys and values are float32 unless --cache is bfloat16; llama.cpp's are float16. Prints output tokens a second
+and the ratios to llama.cpp.
+
+The GGUF files of a Llama are made here. llama.cpp's own converter makes those of another architecture beforehand, one
+for each form:
+
+    python convert_hf_to_gguf.py DIR --outtype bf16 --outfile GGUF_DIR/model-BF16.gguf
 
 --avx2 compares both without AVX-512 on a processor that has it: our kernels are compiled for x86-64-v3, and XLA's code
 is limited to AVX2. llama.cpp is built so:
@@ -104,8 +111,8 @@ def main() -> None:
     parser.add_argument("--files", help="directory with the GGUF files, which are made there if they are missing")
     parser.add_argument("--avx2", action="store_true", help="without AVX-512; the peer is built without it")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # FORM: our side of one measurement
-    parser.add_argument("--prompt", type=int, default=PROMPT, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=int, default=OUTPUT, help=argparse.SUPPRESS)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
+    parser.add_argument("--output", type=int, default=OUTPUT, help="tokens, 2 or more")
     options = parser.parse_args()
     if options.only:
         products, sizes = options.products[0], (options.prompt, options.output)
@@ -127,17 +134,18 @@ def _round(options: argparse.Namespace, form: str, number: int, directory: str) 
     """Run all sides once, and print a line for each number of rows."""
     rows, tries = list(map(str, options.rows)), str(options.tries)
     mine = [sys.executable, "-m", "benchmarks.beside_llamacpp", options.model, "--only", form, "--rows", *rows]
-    mine += ["--tries", tries, "--cache", options.cache, "--products"]
+    sizes = [str(options.prompt), str(options.output)]
+    mine += ["--tries", tries, "--cache", options.cache, "--prompt", sizes[0], "--output", sizes[1], "--products"]
     names = [name for name in options.products if name == "exact" or form not in _EXACT]
     own = {name: list(map(float, _said([*mine, name])[-len(rows) :])) for name in names}
     for index, count in enumerate(options.rows):
         file = f"{directory}/model-{peer_form(form)}.gguf"
-        said = _said([options.peer, str(_PEER), "run", file, rows[index], str(PROMPT), str(OUTPUT), tries])
+        said = _said([options.peer, str(_PEER), "run", file, rows[index], *sizes, tries])
         times = [json.loads(line) for line in said]
-        other = count * OUTPUT / min(map(sum, times))
+        other = count * options.output / min(map(sum, times))
         rates = ", ".join(f"{name} {own[name][index]:.1f} ({own[name][index] / other:.2f})" for name in names)
         prompts, steps = (min(each) for each in zip(*times, strict=True))
-        parts = f"prompts {prompts:.2f} s, a step {1e3 * steps / (OUTPUT - 1):.1f} ms"
+        parts = f"prompts {prompts:.2f} s, a step {1e3 * steps / (options.output - 1):.1f} ms"
         load = os.getloadavg()[0]
         print(
             f"{form:5} {count:3} rows, round {number}: {rates}; llama.cpp {other:.1f} ({parts}); load {load:.1f}",

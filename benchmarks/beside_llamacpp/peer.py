@@ -86,6 +86,7 @@ def run(file: str, rows: int, prompt_tokens: int, output_tokens: int, rounds: in
     model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
     params = llama.llama_context_default_params()
     params.n_seq_max, params.n_ctx = rows, rows * (prompt_tokens + output_tokens)
+    params.n_batch = max(params.n_batch, prompt_tokens)  # a prompt is one batch, computed n_ubatch tokens at a time
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
     context = llama.llama_init_from_model(model, params)
 
