@@ -10,6 +10,10 @@ step that computes the tokens [start, end) runs it at [start - 1, end - 1): the 
 positions, one of which a row begins with. Behind a prefix hit the slot has none. Then the row runs it at [start, end),
 the last time with a wrong token, which the next step or the next guess replaces. So it never writes a page of the hit,
 whose last position may hold another request's token: that costs a little acceptance for as long as a head sees it.
+
+A step may leave it out (`SchedulerOutput.rests`). Its pages then keep what they held at these positions: zeros, K and V
+of rejected guesses, or those of a former owner, which need not be finite. Nothing but later guesses reads them. A head
+that goes on behind such steps begins as behind a prefix hit.
 """
 
 from __future__ import annotations

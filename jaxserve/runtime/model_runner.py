@@ -560,11 +560,16 @@ class ModelRunner:
             self._update_state("set_pages", group)
         return updates
 
+    def _with_flag(self, packed: np.ndarray, output: SchedulerOutput) -> np.ndarray:
+        """Return a packed forward pass, with the flag of the step if there is a draft model."""
+        return packed if self.steps.guesses is None else step_input.pack_rests(packed, output.rests)
+
     def _run_decode(self, output: SchedulerOutput, want_logprobs: bool) -> DeviceStep:
         bucket = self._table.fit("decode", len(output.rows))
         groups, rows = self.steps.num_groups, output.rows
         updates = self._page_updates(output, groups * bucket)
         packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs, groups)
+        packed = self._with_flag(packed, output)
         program = self._by_size["decode"][bucket]
         self._num_dispatches += 1
         self.caches, self.state, sampled = program(self._weights, self.caches, self.state, packed)
@@ -580,6 +585,7 @@ class ModelRunner:
         groups = self.steps.num_groups
         updates = self._page_updates(output, groups * bucket)
         packed = step_input.pack_hidden(output.rows, updates, bucket, self.config.max_num_seqs, groups)
+        packed = self._with_flag(packed, output)
         program = self._by_size["decode_hidden"][bucket]
         self._num_dispatches += 1
         arrays = program(self._weights, self.caches, self.state, self.hidden, packed)
@@ -610,6 +616,7 @@ class ModelRunner:
         packed = step_input.pack_extend(
             rows, updates, bucket, row_bucket, self._programs.extend_updates(bucket), self.config.max_num_seqs
         )
+        packed = self._with_flag(packed, output)
         program = self._by_size["extend"][bucket]
         self._num_dispatches += 1
         pictures = self._pictures(rows, bucket)

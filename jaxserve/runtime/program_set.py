@@ -192,12 +192,12 @@ class ProgramSet:
 
     def packed_size(self, family: str, size: int) -> int:
         """Return the length of the packed input of a program of a step."""
-        groups = self.steps.num_groups
+        groups, flag = self.steps.num_groups, int(self.steps.guesses is not None)
         match family:
             case "decode":
-                return step_input.decode_size(size, groups)
+                return step_input.decode_size(size, groups) + flag
             case "decode_hidden":
-                return step_input.hidden_size(size, groups)
+                return step_input.hidden_size(size, groups) + flag
             case "head_sample":
                 return step_input.head_size(size)
             case "verify":
@@ -205,10 +205,13 @@ class ProgramSet:
             case "draft":
                 return step_input.draft_size(size)
             case _:
-                return step_input.extend_size(size, self.extend_rows(size), self.extend_updates(size))
+                return step_input.extend_size(size, self.extend_rows(size), self.extend_updates(size)) + flag
 
     def zeros(self, family: str, size: int, longest: int) -> np.ndarray:
-        """Return the packed input of a first run. longest: most tokens of a sequence"""
+        """Return the packed input of a first run. longest: most tokens of a sequence
+
+        The draft model rests in `decode`, the step with which drafts compete, and in no other.
+        """
         packed = np.zeros(self.packed_size(family, size), np.int32)
         if family == "extend":  # tokens of one row: without them no attention runs; the other rows are absent
             rows = self.extend_rows(size)
@@ -216,10 +219,18 @@ class ProgramSet:
             packed[2 * rows] = min(size, longest)
         if family == "draft":
             packed[size:] = longest
+        if family == "decode" and self.steps.guesses is not None:
+            packed[-1] = 1
         return packed
 
     def padding(self, family: str, size: int) -> np.ndarray:
         """Return the packed input of a step without rows, which changes neither slots nor pages."""
+        packed = self._padding(family, size)
+        if self.steps.guesses is None or family in ("head_sample", "draft"):
+            return packed
+        return step_input.pack_rests(packed, family == "decode")
+
+    def _padding(self, family: str, size: int) -> np.ndarray:
         groups, num_slots, none = self.steps.num_groups, self.shapes.state.num_slots, step_input.PageUpdates([], [], [])
         match family:
             case "decode":

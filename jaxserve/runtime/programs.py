@@ -56,6 +56,7 @@ from jaxserve.runtime.step_input import (
     unpack_extend,
     unpack_head,
     unpack_hidden,
+    unpack_rests,
     unpack_verify,
 )
 from jaxserve.types.scheduling import STATE_COLUMNS
@@ -64,6 +65,7 @@ Leaves = tuple[jax.Array, ...]
 # None: the layer reads another layer's cache. Layers with a recurrent state have `StateArrays`, which the type leaves
 # out, because only this module looks into such a cache.
 Caches = tuple[Pages | None, ...]
+Kept = tuple[jax.Array | None, jax.Array | None]  # SlotState.hidden and hidden_at; None without a head
 
 
 class PictureInput(NamedTuple):
@@ -79,7 +81,8 @@ class StepPrograms:
 
     bind: makes the model from its leaves while tracing.
     per_token: batch-invariant mode. Each token attends alone, so that the split into chunks cannot change its sums.
-    guesses: the draft model or head, whose layers are the last of `layers`. It computes what every forward pass does.
+    guesses: the draft model or head, whose layers are the last of `layers`. It computes what every forward pass does,
+    unless the flag of the step says that it rests.
     lora: the room for adapters; None: there is none
     """
 
@@ -115,9 +118,10 @@ class StepPrograms:
         self, leaves: Leaves, caches: Caches, state: SlotState, packed: jax.Array
     ) -> tuple[Caches, SlotState, Sampled]:
         """Run a decode step: packed int32 [decode_size(B)] -> one sampled token per row."""
+        packed, rests = self._unpack_rests(packed)
         state, tokens, head = unpack_decode(packed, state, self.num_groups)
         model = self.bind(leaves)
-        hidden, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=True)
+        hidden, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=True, rests=rests)
         bitmask = jnp.zeros((1, state.allow_mask.shape[1]), jnp.int32)
         state = self._advance_states(state, tokens)
         state, sampled = self._sample(model, hidden, state, head, bitmask)
@@ -131,10 +135,13 @@ class StepPrograms:
         hidden: [max T, D]; its first B rows get the hidden states. The last result is the routed experts, int32
         [B, L, K] for L sparse layers, or None for a dense model.
         """
+        packed, rests = self._unpack_rests(packed)
         state, tokens = unpack_hidden(packed, state, self.num_groups)
         model = self.bind(leaves)
         drafts = self.states is not None and self.max_drafts > 0
-        new, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=True, drafts=drafts)
+        new, caches, state = self._forward(
+            leaves, model, caches, state, tokens, decode_only=True, drafts=drafts, rests=rests
+        )
         state = self._advance_states(state, runs(tokens) if drafts else tokens, drafts=drafts)
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
 
@@ -144,7 +151,8 @@ class StepPrograms:
         """Run `decode` on slots int32 [B] whose pages are in the page table already. Needs no packing on the host."""
         packed = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), slots])
         no_updates = jnp.full(3 * self.num_groups * slots.shape[0], state.num_slots, jnp.int32)
-        return self.decode(leaves, caches, state, jnp.concatenate([packed, no_updates]))
+        rests = jnp.zeros(int(self.guesses is not None), jnp.int32)
+        return self.decode(leaves, caches, state, jnp.concatenate([packed, no_updates, rests]))
 
     def extend(
         self,
@@ -167,10 +175,13 @@ class StepPrograms:
         `picture.position_shifts`. pool: [parts, E, D]
         """
         num_tokens, num_rows = size
+        packed, rests = self._unpack_rests(packed)
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
         model = self.bind(leaves)
         rows = None if pictures is None or pool is None else PictureInput(pictures, pool)
-        new, caches, state = self._forward(leaves, model, caches, state, tokens, decode_only=False, pictures=rows)
+        new, caches, state = self._forward(
+            leaves, model, caches, state, tokens, decode_only=False, pictures=rows, rests=rests
+        )
         # Sampling adds 1. A row that is not sampled keeps this position and computes its last token again.
         last = tokens.starts + tokens.num_tokens - 1
         state = state.replace(position=state.position.at[tokens.slots].set(last, mode="drop"))
@@ -309,6 +320,7 @@ class StepPrograms:
         decode_only: bool,
         pictures: PictureInput | None = None,
         drafts: bool = False,
+        rests: jax.Array | None = None,
     ) -> tuple[jax.Array, Caches, SlotState]:
         """Run the model, and the draft model or head behind it, on T tokens -> (hidden [T, D], caches, state).
 
@@ -329,9 +341,24 @@ class StepPrograms:
             """Return the attention of tokens in the same rows."""
             return attend if others is tokens else self._attention(caches, state, others, decode_only=decode_only)
 
-        step = Computed(model, tokens, tuple(taps.states) or (hidden,))
-        new_of_guesses, state = self.guesses.follow(leaves, step, of_guesses, state, attend_to)
-        return hidden, cast(Caches, (*new_caches, *new_of_guesses)), state
+        step, guesses = Computed(model, tokens, tuple(taps.states) or (hidden,)), self.guesses
+
+        def follow(of_guesses: Caches, kept: Kept) -> tuple[Caches, Kept]:
+            """Let the draft model compute the tokens too -> (its caches, what slots keep for a head)."""
+            now = state.replace(hidden=kept[0], hidden_at=kept[1])
+            new_of_guesses, after = guesses.follow(leaves, step, of_guesses, now, attend_to)
+            return cast(Caches, new_of_guesses), (after.hidden, after.hidden_at)
+
+        def rest(of_guesses: Caches, kept: Kept) -> tuple[Caches, Kept]:
+            """Leave the tokens out."""
+            return of_guesses, kept
+
+        of_guesses, (kept, kept_at) = jax.lax.cond(rests, rest, follow, of_guesses, (state.hidden, state.hidden_at))
+        return hidden, cast(Caches, (*new_caches, *of_guesses)), state.replace(hidden=kept, hidden_at=kept_at)
+
+    def _unpack_rests(self, packed: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Split a packed input of a step from its flag, bool: the draft model rests. None: there is no draft model"""
+        return (packed, None) if self.guesses is None else unpack_rests(packed)
 
     def _split(self, caches: Caches) -> tuple[Caches, Caches]:
         """Return the caches of the served model, and of the draft model or head."""

@@ -10,6 +10,8 @@ client reads host memory in place while the step runs.
     verify  [T, R]  header | R x (slot, token index, drafts) | T x draft
     draft   [R]     R x (slot, tokens that fit its pages)
 
+With a draft model, `decode`, `hidden` and `extend` have one more number at their end: whether it rests (`pack_rests`).
+
 Padding rows and padding page updates have slot S = max_num_seqs, which scatters drop. A token id of -1 means the
 slot's last token, and a start of -1 the slot's position: the host does not know them while a step is in flight. An
 offset is added to the slot's position: the drafts of a row follow its last token.
@@ -207,6 +209,11 @@ def pack_extend(
     return packed
 
 
+def pack_rests(packed: np.ndarray, rests: bool) -> np.ndarray:
+    """Return a packed forward pass int32 [n] with the flag at its end, [n + 1]. rests: as in SchedulerOutput"""
+    return np.append(packed, np.int32(rests))
+
+
 def pack_pictures(rows: Sequence[ScheduledRow], bucket: int) -> np.ndarray:
     """Pack the pictures of a step of at most `bucket` tokens -> int32 [4, bucket], see `StepPrograms.extend`."""
     packed = np.zeros((4, bucket), np.int32)
@@ -331,6 +338,11 @@ def unpack_hidden(packed: jax.Array, state: SlotState, num_groups: int = 1) -> t
     positions = tokens.positions + offsets
     token_ids = jnp.where(literals == FROM_DEVICE, tokens.token_ids, literals)
     return state, dataclasses.replace(tokens, token_ids=token_ids, positions=positions, starts=positions)
+
+
+def unpack_rests(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Unpack int32 [n + 1] of `pack_rests` -> (int32 [n], whether the draft model rests, a bool scalar)."""
+    return packed[:-1], packed[-1] > 0
 
 
 def unpack_verify(packed: jax.Array, num_rows: int) -> VerifyInput:

@@ -148,6 +148,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     page_moves: list[PageMove] = []  # made before the rows run, in this order
     encodes: list[EncodePart] = []  # run after the rows, in this order
     adapter_writes: dict[int, str] = {}  # slot of the devices' adapters -> digest, as above
+    rests: bool = False  # the draft model does not compute the step's tokens; its K and V of them stay undefined
 
     @property
     def num_tokens(self) -> int:
@@ -228,11 +229,13 @@ class DraftCounters(msgspec.Struct, array_like=True):
     """Counts drafts and how many of them were right.
 
     num_drafts: rows with drafts that were read. accepted_per_pos: drafts that became output, by their position
+    num_rest_steps: steps that a draft model did not compute, because no draft would have been worth it
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted_per_pos: list[int] = []
+    num_rest_steps: int = 0
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """Count a row with `num_drafts` drafts, of which the first `num_accepted` became output."""

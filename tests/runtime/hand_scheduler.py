@@ -42,6 +42,7 @@ class HandScheduler:
         self.next_slot = 0
         self.inits: list[SlotInit] = []
         self.steps = 0
+        self.rests = False  # whether steps leave the draft model out
 
     def add(
         self,
@@ -79,7 +80,8 @@ class HandScheduler:
     def execute(self, rows: list[ScheduledRow]) -> StepHandle:
         self.steps += 1
         decode = sum(not row.token_ids for row in rows)
-        output = SchedulerOutput(self.steps, rows, decode, self.inits, num_drafts=sum(len(row.drafts) for row in rows))
+        num_drafts = sum(len(row.drafts) for row in rows)
+        output = SchedulerOutput(self.steps, rows, decode, self.inits, num_drafts=num_drafts, rests=self.rests)
         self.inits = []
         return self.runner.execute(output)
 
