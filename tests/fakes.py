@@ -187,6 +187,8 @@ class FakeRunner:
         self.not_finite = not_finite
         self.nan_from = nan_from
         self.guess = guess
+        self.followed = np.zeros((config.num_pages, config.page_size), bool)  # whether the draft model computed it
+        self.host_followed = np.zeros((config.num_host_pages, config.page_size), bool)
         self.pages = np.full((config.num_pages, config.page_size), EMPTY, np.int64)
         self.spans = dict(enumerate(config.spans, start=1))  # of the layer groups from 1 on
         sizes = [group.num_pages for group in config.groups]
@@ -200,6 +202,7 @@ class FakeRunner:
         self._tables: dict[int, list[int]] = {}  # as dispatched: ahead of `slots`
         self._group_tables: dict[tuple[int, int], dict[int, int]] = {}  # by slot and group
         self._unread: deque[FakeStep] = deque()
+        self._rests = False  # the draft model, in the step that runs
 
     def num_compiles(self) -> int:
         return 0
@@ -231,6 +234,7 @@ class FakeRunner:
         assert all(len(row.drafts) <= config.max_drafts for row in rows)
         assert all(0 <= draft < VOCAB for row in rows for draft in row.drafts), "a draft that is no token"
         assert not output.draft_room or (self.guess and len(output.draft_room) == len(rows) <= config.draft_rows)
+        assert not output.rests or (self.guess and output.num_decode_rows == len(rows) and not output.draft_room)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
         self._check_moves(output)
         if not rows:
@@ -314,6 +318,10 @@ class FakeRunner:
                 host[move.slot] = pages[move.page_id]
             elif move.kind == "load":
                 pages[move.page_id] = host[move.slot]
+            if move.group == 0 and move.kind == "store":
+                self.host_followed[move.slot] = self.followed[move.page_id]
+            elif move.group == 0 and move.kind == "load":
+                self.followed[move.page_id] = self.host_followed[move.slot]
 
     def _run(self, step: FakeStep) -> None:
         self._move_pages(step.output)
@@ -325,7 +333,7 @@ class FakeRunner:
                 continue
             new = zip(itertools.count(update.first), update.page_ids, strict=False)
             self.slots[update.slot].tables[update.group].update(new)
-        rows = step.output.rows
+        rows, self._rests = step.output.rows, step.output.rests
         if self.states:
             self._advance_states(rows)
         tokens = np.full((len(rows), 1 + max(len(row.drafts) for row in rows)), EMPTY, np.int32)
@@ -357,13 +365,18 @@ class FakeRunner:
         )
 
     def _drafts(self, output: SchedulerOutput) -> np.ndarray:
-        """What the draft model guesses after each row. It ends where the row's pages do."""
+        """What the draft model guesses after each row. It ends where the row's pages do.
+
+        Where it has not computed a token of the row, all its guesses are others than they would be.
+        """
         assert self.guess is not None
         drafts = np.full((len(output.rows), 3 * self.config.max_drafts + 9), -1, np.int32)
         for i, (row, room) in enumerate(zip(output.rows, output.draft_room, strict=True)):
             slot = self.slots[row.slot]
             most = max(0, min(self.config.max_drafts, room - slot.position))
             found = self.guess(row.request_id, slot.position + 1 - slot.init.num_prompt_tokens, most)
+            if not self.followed[slot.page_table].reshape(-1)[: slot.position].all():
+                found = [(token + 1) % VOCAB for token in found]
             drafts[i, : len(found)] = found
         return drafts
 
@@ -454,6 +467,7 @@ class FakeRunner:
             page, offset = divmod(slot.position, self.config.page_size)
             content = token if nan_from is None or slot.position < nan_from else NAN
             self.pages[slot.page_table[page], offset] = content
+            self.followed[slot.page_table[page], offset] = not self._rests
             for group, table in slot.tables.items():
                 self.of_groups[group][table[page], offset] = content
             slot.position += 1

@@ -365,8 +365,8 @@ class Scheduler:
         running.promote()
         if self._speculation is not None and not (step.has_prompt or self.in_flight):
             self._speculation.offer(step)
-        if self._speculation is not None and not self._expects_prompts:
-            self._speculation.ask(step)
+        if self._speculation is not None:
+            self._speculation.ask(step, prompts=self._expects_prompts)
         encodes = self.pictures is not None and self.pictures.has_work
         return self._dispatch(step) if step.rows or encodes else None
 

@@ -4,7 +4,13 @@ A step with drafts is made from tokens that the host has read, so the step befor
 is worth a place in a step, nothing changes: the drafts of a request are only compared with its tokens.
 
 A draft model proposes its drafts on the device after a step that asks for them. A step asks if drafts are worth it by
-the rates so far, and else now and then, because rates only change by drafts that were compared.
+the rates so far. For TRIAL tokens after they were worth it for a row, steps ask now and then too, because rates only
+change by drafts that were compared. When no row is on trial any more, or there are so many rows that even right drafts
+would not be worth it, the draft model rests: steps leave its layers out, and cost what they cost without it.
+
+A row that had steps without it goes on, and so does its rate. Its pages then lack some K and V of the draft model, for
+which those of other tokens stand. So its guesses are worse, and count like any others as soon as another row, or one
+row less, makes steps ask again. A request that starts anew is on trial.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ from jaxserve.speculation.ngram import Drafter, DraftMasks, DraftRecord, allot
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import DraftCounters, Request, SchedulerOutput
 
-PROBE = 32  # steps without drafts after which the device proposes some to be compared
+PROBE = 16  # steps without drafts after which the device proposes some to be compared
+TRIAL = 48  # tokens for which a row's drafts are awaited after they were worth it, or since it began
+PATIENCE = 12  # steps without hope, which many rows at once may cause, after which the draft model rests
 
 
 class Speculation:
@@ -31,6 +39,7 @@ class Speculation:
         self._config = config
         self._device = drafter if isinstance(drafter, DeviceDrafts) else None
         self._num_unasked = 0  # steps since the last that asked the device for drafts
+        self._num_hopeless = 0  # decode steps since the last in which a row's drafts could be worth it
         self.counters = DraftCounters()
 
     def must_read_first(self, in_flight: SchedulerOutput, decoding: Iterable[Request], *, prompts: bool) -> bool:
@@ -41,37 +50,53 @@ class Speculation:
         if in_flight.num_drafts or prompts:
             return in_flight.num_drafts > 0
         requests = [request for request in decoding if request.num_computed_tokens < request.max_computed_tokens]
-        if in_flight.draft_room and self._is_worth_asking(requests):
+        if in_flight.draft_room and self._worth_asking(requests):
             return True
         offers = [(record.rate, len(record.drafts)) for _, record in self._with_drafts(requests)]
         return bool(offers) and self._allot(len(requests), offers) is not None
 
-    def ask(self, step: StepBuilder) -> None:
-        """Ask the device to propose drafts after a step, if the next one will probably compute them."""
-        if self._device is None or not 0 < len(step.rows) <= self._config.draft_rows:
+    def ask(self, step: StepBuilder, *, prompts: bool) -> None:
+        """Decide what the draft model of the device does: whether it proposes drafts after a step, or rests in it.
+
+        prompts: the next step will probably have a prompt, and so no drafts
+        """
+        if self._device is None or not step.rows:
             return
-        if any(row.extras is not None for row in step.rows):
-            return  # the next step would get none
         requests = [request for request in step.requests if request.num_computed_tokens < request.max_computed_tokens]
-        if self._is_worth_asking(requests):
+        # the next step gets none after details of a token either
+        possible = not prompts and len(step.rows) <= self._config.draft_rows
+        possible = possible and all(row.extras is None for row in step.rows)
+        if possible and (worth := self._worth_asking(requests)):
             step.ask_drafts(self._config.max_drafts)
-            self._num_unasked = 0
+            self._num_unasked = self._num_hopeless = 0
+            for request in worth:
+                self._record_of(request).worth_at = len(request.output_token_ids)
             return
+        hopeful = possible and bool(self._worth_asking(requests, hoping=True))
         self._num_unasked += 1
-        if self._num_unasked >= PROBE and any(request.params.speculate for request in requests):
+        if hopeful and self._num_unasked >= PROBE:
             step.ask_drafts(0)
             self._num_unasked = 0
+        if not step.has_prompt:
+            self._num_hopeless = 0 if hopeful else self._num_hopeless + 1
+            if self._num_hopeless > PATIENCE:
+                step.rests = True
+                self.counters.num_rest_steps += 1
 
-    def _is_worth_asking(self, requests: list[Request]) -> bool:
-        """Return whether drafts of the device will be worth it in a step of these requests."""
-        most = self._config.max_drafts
-        offers = [
-            (request.speculation.rate if request.speculation else FIRST_RATE, most)
-            for request in requests
-            if request.params.speculate
-        ]
+    def _worth_asking(self, requests: list[Request], *, hoping: bool = False) -> list[Request]:
+        """Return the requests whose drafts will be worth it in a step of all of them, if the device is asked.
+
+        hoping: suppose that all drafts of the rows on trial will be right
+        """
+        found = [(request, self._record_of(request)) for request in requests if request.params.speculate]
+        on_trial = [len(request.output_token_ids) - record.worth_at < TRIAL for request, record in found]
+        if hoping and not any(on_trial):
+            return []
+        rates = [1.0 if hoping and on else record.rate for (_, record), on in zip(found, on_trial, strict=True)]
+        offers = [(rate, self._config.max_drafts) for rate in rates]
         before = self._config.step_times.draft_seconds(len(requests))
-        return bool(offers) and self._allot(len(requests), offers, before) is not None
+        counts = self._allot(len(requests), offers, before) if offers else None
+        return [request for (request, _), count in zip(found, counts or (), strict=False) if count]
 
     def offer(self, step: StepBuilder) -> None:
         """Give rows of a step drafts if that is worth it. All tokens of its requests must have been read."""
@@ -103,12 +128,17 @@ class Speculation:
         """Return the record of a request with drafts for its next tokens; None if it may have none."""
         if not request.params.speculate:
             return None
-        record: DraftRecord | None = request.speculation
-        if record is None:
-            record = request.speculation = DraftRecord() if self._device is None else DraftRecord(FIRST_RATE)
+        record = self._record_of(request)
         if record.position != request.num_tokens:
             record.position = request.num_tokens
             record.drafts = self._propose(request)
+        return record
+
+    def _record_of(self, request: Request) -> DraftRecord:
+        record: DraftRecord | None = request.speculation
+        if record is None:
+            record = request.speculation = DraftRecord() if self._device is None else DraftRecord(FIRST_RATE)
+            record.worth_at = len(request.output_token_ids)
         return record
 
     def _propose(self, request: Request) -> list[int]:

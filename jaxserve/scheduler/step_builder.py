@@ -38,6 +38,7 @@ class StepBuilder:
 
     requests           the requests of the rows, in their order
     short_of_pages     a decoding request had no page for its next token
+    rests              the draft model does not compute the step's tokens
     """
 
     def __init__(self, number: int, kv: KVManager, pictures: PicturePool | None = None) -> None:
@@ -46,6 +47,7 @@ class StepBuilder:
         self.rows: list[ScheduledRow] = []
         self.requests: list[Request] = []
         self.short_of_pages = False
+        self.rests = False
         self._kv = kv
         self._table_updates: list[TableUpdate] = []
         self._slot_inits: list[SlotInit] = []
@@ -239,6 +241,7 @@ class StepBuilder:
             self._kv.take_page_moves(),
             encodes,
             adapter_writes,
+            self.rests,
         )
 
 

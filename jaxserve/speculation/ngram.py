@@ -157,12 +157,14 @@ class DraftRecord:
 
     drafts     the latest ones, for the tokens from position `position` on
     rate       share of the drafts that were right; one after a wrong draft does not count
+    worth_at   tokens of the output when the device was asked for some of them, because they were worth it
     """
 
     rate: float = FIRST_RATE
     drafts: list[int] = field(default_factory=list)
     position: int = -1
     num_compared: int = 0
+    worth_at: int = 0
 
     def compare(self, position: int, token_ids: Sequence[int]) -> None:
         """Update `rate` by the output's tokens from `position` on, if the drafts are for that position.

@@ -17,8 +17,7 @@ from jaxserve.types.extras import ExtraParams
 from jaxserve.types.messages import Located
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from tests.api.fakes import DEMO, demo_info
-from tests.engine.test_core import EOS, World
-from tests.fake_grammar import CountingMatcher
+from tests.engine.test_core import World
 from tests.fakes import alone, make_core, make_request, run_all, small_config
 from tests.faults.faulty_runner import FaultyRunner
 from tests.thread_link import ThreadLink
@@ -106,15 +105,8 @@ class Dying(World):
             self.die()
 
     def die(self) -> None:
-        config = self.core.scheduler.config
         self.deaths += 1
-        self.core = make_core(
-            config,
-            eos_token_ids=EOS,
-            not_finite=self.broken,
-            drafter=self.drafter,
-            make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
-        )
+        self.core = self.engine(self.core.scheduler.config, mask_threads=None, nan_from=0)
         for name, request in self.requests.items():
             transcript = self.transcripts.get(name)
             if transcript is None:

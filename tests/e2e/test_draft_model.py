@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
+import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 from safetensors.numpy import load_file, save_file
@@ -151,6 +153,35 @@ def test_every_answer_is_valid_by_its_schema_and_is_that_without_drafts(engine: 
     for schema, answer in zip(schemas, found, strict=True):
         Draft202012Validator(schema).validate(json.loads(answer.text))
     assert drafts(engine).num_accepted_tokens > accepted + count
+
+
+@pytest.fixture
+def never_right(engine: Engine) -> Iterator[list[jax.Array]]:
+    """The draft model with random weights, and its own again afterwards."""
+    own, rng = engine.runner.draft_leaves, np.random.default_rng(0)
+    noise = [rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype) for leaf in own]
+    engine.runner.draft_leaves = tuple(map(jax.device_put, noise, (leaf.sharding for leaf in own)))
+    yield list(own)
+    engine.runner.draft_leaves = own
+
+
+def test_a_draft_model_that_is_never_right_rests(engine: Engine, never_right: list[jax.Array]) -> None:
+    """After 64 tokens steps leave it out. When it is right again, it takes part again, behind what it left out."""
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    alone = msgspec.structs.replace(params, speculate=False)
+    [[wanted]] = engine.generate([STORY], [alone])
+    before, steps = drafts(engine), engine.core.scheduler.counters.steps
+    [[found]] = engine.generate([STORY], [params])
+    assert found.token_ids == wanted.token_ids
+    after = drafts(engine)
+    assert 200 - 68 <= after.num_rest_steps - before.num_rest_steps <= 200 - 60
+    assert engine.core.scheduler.counters.steps - steps > 190
+    assert after.num_accepted_tokens - before.num_accepted_tokens < 10
+    engine.runner.draft_leaves = tuple(never_right)
+    longer = [STORY + found.text]
+    assert engine.generate(longer, [params])[0][0].token_ids == engine.generate(longer, [alone])[0][0].token_ids
+    assert drafts(engine).num_accepted_tokens > after.num_accepted_tokens
+    assert engine.core.stats().compiles == 0
 
 
 @pytest.mark.parametrize("level", [1, 2])

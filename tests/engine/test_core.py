@@ -17,11 +17,12 @@ from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduling import GroupSizes, Reach, SchedulerConfig, StateSizes, StepTimes
-from jaxserve.types.step import FinishReason
+from jaxserve.types.step import FinishReason, SchedulerOutput
 from tests.fake_grammar import CountingMatcher, HandExecutor
 from tests.fakes import (
     VOCAB,
     FakeRunner,
+    FakeStep,
     OracleDrafter,
     Transcripts,
     alone,
@@ -50,6 +51,7 @@ class World:
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     names: "itertools.count[int]" = field(default_factory=itertools.count)
     states: bool = False  # with layers that have a recurrent state
+    draft_model: bool = False  # the device proposes drafts
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -68,7 +70,7 @@ class World:
             prefix_cache=rng.random() < 0.75,
             new_token_ratio=rng.choice([0.01, 0.3, 1.0]),
             max_drafts=rng.choice([1, 2, 5]),
-            draft_rows=rng.choice([0, 1, 3, 8]),
+            draft_rows=rng.choice([1, 3, 8] if self.draft_model else [0, 1, 3, 8]),
             verify_sizes=rng.choice([(2, 4, 8, 16, 32), (6, 16)]),
             aging_steps=rng.choice([3, 30, 1000]),
             batch_policy=rng.choice(["priority", "yield"]),
@@ -77,16 +79,19 @@ class World:
         self.threads = rng.choice([None, HandExecutor()])
         self.num_masked = rng.choice([0.15, 0.6])
         self.drafter = OracleDrafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0]))  # the host's, or what the device guesses
-        malicious = rng.random() < 0.3
-        self.core = make_core(
-            self.with_states(sizes) if self.states else self.with_groups(sizes),
-            mask_threads=self.threads,
+        self.malicious = rng.random() < 0.3
+        self.core = self.engine(self.with_states(sizes) if self.states else self.with_groups(sizes))
+
+    def engine(self, config: SchedulerConfig, **options: object) -> EngineCore:
+        """An engine of this world."""
+        return make_core(
+            config,
             eos_token_ids=EOS,
             not_finite=self.broken,
-            nan_from=self.nan_from,
-            guess=self.drafter.anything if malicious else self.drafter.guess,
-            drafter=DeviceDrafts(VOCAB) if sizes.draft_rows else self.drafter,
+            guess=self.drafter.anything if self.malicious else self.drafter.guess,
+            drafter=DeviceDrafts(VOCAB) if config.draft_rows else self.drafter,
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
+            **({"mask_threads": self.threads, "nan_from": self.nan_from} | options),
         )
 
     def with_groups(self, config: SchedulerConfig) -> SchedulerConfig:
@@ -167,6 +172,11 @@ class World:
 
     def run(self, arrivals: int, abort_rate: float) -> None:
         """Once all have arrived nothing interferes any more: whoever hangs then hangs for ever."""
+        waits = {name: self.rng.choice([0, 1, 4, 20]) for name in ("PROBE", "TRIAL", "PATIENCE")}
+        with patch.multiple("jaxserve.scheduler.speculation", **waits):
+            self._run(arrivals, abort_rate)
+
+    def _run(self, arrivals: int, abort_rate: float) -> None:
         for _ in range(20_000):
             if arrivals and (self.rng.random() < 0.4 or not self.core.has_work):
                 arrivals -= 1
@@ -252,6 +262,32 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(seed: int, abort_r
     assert stats.num_pages_cached == stats.num_pages_evictable
     assert len(world.core._masks) == 0
     assert isinstance(world.core.runner, FakeRunner) and world.core.runner.num_read_nan == 0
+
+
+def test_a_draft_model_rests_and_works_again() -> None:
+    """In some of these worlds it proposes drafts again for rows with tokens that it has not computed."""
+    rested = after_rests = 0
+    execute = FakeRunner.execute
+    for seed in range(40):
+        world = World(random.Random(seed), draft_model=True)
+        rests = set[str]()
+
+        def watch(self: FakeRunner, output: SchedulerOutput, rests: set[str] = rests) -> FakeStep:
+            nonlocal after_rests
+            names = {row.request_id for row in output.rows}
+            after_rests += bool(output.draft_room) and bool(names & rests)
+            if output.rests:
+                rests |= names
+            return execute(self, output)
+
+        with patch.object(FakeRunner, "execute", watch):
+            world.run(arrivals=15, abort_rate=0.0)
+        for request in world.requests.values():
+            world.check(request)
+        drafts = world.core.scheduler.stats().drafts
+        assert drafts is not None and (drafts.num_rest_steps > 0) == bool(rests)
+        rested += bool(rests)
+    assert rested > 20 and after_rests > 20
 
 
 @settings(max_examples=80, deadline=None)

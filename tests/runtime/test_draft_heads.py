@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,7 @@ from tests.fakes import make_request, run_all
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.heads import FORMS, eagle_config, eagle_tensors, head_tensors, write_with_head
 from tests.quick import QUICK
-from tests.runtime.test_draft_model import DRAFTS, TOKENS, Recorder, other_weights
+from tests.runtime.test_draft_model import DRAFTS, RESTS_SOON, TOKENS, Recorder, other_weights
 from tests.runtime.test_draft_model import core_of as make_core_of
 from tests.runtime.test_speculation import FEATURES, PROMPTS, Seen, assert_same, requests_of, seen
 
@@ -116,17 +118,26 @@ def plain(pair: Pair) -> dict[str, Seen]:
     return seen(run_all(core_of(pair, None), requests_of(FEATURES)))
 
 
-@pytest.mark.parametrize("spread", [0.0, np.nan], ids=["random", "not finite"])
-def test_tokens_are_those_without_drafts(pair: Pair, plain: dict[str, Seen], spread: float) -> None:
-    """Every parameter of the sampler, masks among them, in a crowd, with prompts between the steps and preemption."""
+@pytest.mark.parametrize(
+    ("spread", "rests"), [(0.0, {}), (np.nan, {}), (0.0, RESTS_SOON)], ids=["random", "not finite", "rests"]
+)
+def test_tokens_are_those_without_drafts(
+    pair: Pair, plain: dict[str, Seen], spread: float, rests: dict[str, int]
+) -> None:
+    """Every parameter of the sampler, masks among them, in a crowd, with prompts between the steps and preemption.
+
+    rests: when the head rests, if not as late as for a user
+    """
     if np.isnan(spread):
         pair.runner.draft_leaves = tuple(
             leaf if leaf.dtype == jnp.int32 else other_weights((leaf,), spread)[0] for leaf in pair.head.leaves
         )
     core = core_of(pair, DeviceDrafts(V), num_pages=14, new_token_ratio=0.01)
-    assert_same(pair.runner, seen(run_all(core, requests_of(FEATURES))), plain)
+    with patch.multiple("jaxserve.scheduler.speculation", **rests) if rests else nullcontext():
+        assert_same(pair.runner, seen(run_all(core, requests_of(FEATURES))), plain)
     drafts = core.scheduler.stats().drafts
     assert drafts is not None and drafts.num_draft_tokens > 0
+    assert not rests or 20 < drafts.num_rest_steps < core.scheduler.counters.steps - 20
     assert core.scheduler.counters.retractions
     assert pair.model.config.layer_states or core.scheduler.counters.cached_tokens  # a state is kept after 64 tokens
     assert pair.runner.num_compiles() == 0

@@ -5,7 +5,10 @@ One runner for all tests: its draft model has the shapes of the served model, an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.step import Request
 from tests.fakes import Transcripts, make_request, run_all
 from tests.models.dense import dense_logits
+from tests.runtime.hand_scheduler import HandScheduler
 from tests.runtime.test_speculation import (
     FEATURES,
     PROMPTS,
@@ -101,6 +105,47 @@ def test_tokens_are_those_without_drafts(guessing: ModelRunner, plain: dict[str,
     assert drafts is not None and drafts.num_draft_tokens > 0
     assert not 0.0 <= spread < 1.0 or accepted(core) > 20
     assert guessing.num_compiles() == 0
+
+
+RESTS_SOON = {"PROBE": 1, "TRIAL": 2, "PATIENCE": 0}
+
+
+def test_tokens_with_steps_in_which_the_draft_model_rests(guessing: ModelRunner, plain: dict[str, Seen]) -> None:
+    """It is right, then wrong, then not finite, so it rests and works by turns. Some of its K and V are of others."""
+    core, transcripts = core_of(guessing, DeviceDrafts(V)), Transcripts()
+    weights = [guessing.leaves, *(other_weights(guessing.leaves, spread) for spread in (3.0, np.nan))]
+    for request in requests_of(FEATURES):
+        core.add(request)
+    with patch.multiple("jaxserve.scheduler.speculation", **RESTS_SOON):
+        for step in itertools.count():
+            guessing.draft_leaves = weights[step // 25 % 3]
+            transcripts.take(core.step())
+            if not core.has_work:
+                break
+    assert_same(guessing, seen(transcripts), plain)
+    drafts = core.scheduler.stats().drafts
+    assert drafts is not None and drafts.num_rest_steps > 50 and accepted(core) > 20
+    assert guessing.num_compiles() == 0
+
+
+def test_a_resting_draft_model_leaves_its_pages_as_they_are(guessing: ModelRunner) -> None:
+    """And the served model computes the same bits."""
+    assert guessing.steps.guesses is not None
+    first, found = guessing.steps.guesses.first_layer, list[tuple[Any, Any]]()
+    for rests in (False, True):
+        guessing.rebuild()
+        hand = HandScheduler(guessing)
+        sequence = hand.add(PROMPTS[0], make_request("0", PROMPTS[0], temperature=1.0, logprobs=2).params, seed=3)
+        hand.step([(sequence, len(PROMPTS[0]))])
+        before, hand.rests = jax.tree.map(np.array, guessing.caches), rests
+        for _ in range(5):
+            hand.step([(sequence, None)])
+        after = jax.tree.map(np.array, guessing.caches)
+        assert all(map(np.array_equal, jax.tree.leaves(before[first:]), jax.tree.leaves(after[first:]))) == rests
+        found.append((sequence.logprobs, jax.tree.leaves(after[:first])))
+    (logprobs, pages), (logprobs_rested, pages_rested) = found
+    assert logprobs == logprobs_rested and len(logprobs) == 6
+    assert all(map(np.array_equal, pages, pages_rested))
 
 
 def test_drafts_are_what_the_draft_model_yields_alone(guessing: ModelRunner, tiny_model: LoadedModel) -> None:
