@@ -275,6 +275,7 @@ def _joined_drafts(drafts: Sequence[DraftCounters]) -> DraftCounters | None:
         sum(each.num_drafts for each in drafts),
         sum(each.num_draft_tokens for each in drafts),
         _added([each.accepted_per_pos for each in drafts]),
+        sum(each.num_rest_steps for each in drafts),
     )
 
 

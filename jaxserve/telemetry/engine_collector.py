@@ -94,6 +94,9 @@ def _drafts(drafts: DraftCounters, labels: Mapping[str, str] | None = None) -> I
             family = CounterMetricFamily(each, text_of(name), labels=list(own))
             family.add_metric([*own.values()], getattr(drafts, name.removeprefix(prefix)))
             yield family
+    if labels is None:
+        name = f"{prefix}num_rest_steps"
+        yield CounterMetricFamily(name, text_of(name), value=drafts.num_rest_steps)
     name = f"{prefix}num_accepted_tokens_per_pos"
     for each in (name,) if labels is None else aliases(name):
         family = CounterMetricFamily(each, text_of(name), labels=["position", *own])

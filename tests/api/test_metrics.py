@@ -110,7 +110,7 @@ def test_why_requests_wait_and_are_refused_and_how_large_the_steps_are(key: str,
             server.call(server.link.hold.set)
             assert waiting.result().status_code == 200
         sizes = [1, 1, *[0] * (len(STEP_SIZES) - 1)]
-        drafts = DraftCounters(3, 12, [2, 1])
+        drafts = DraftCounters(3, 12, [2, 1], 41)
         stats = EngineStats(num_waiting=5, num_compiling=2, step_tokens=9, step_sizes=sizes, drafts=drafts)
         server.call(lambda: server.link._messages.put_nowait(Outputs([], stats)))
         server.wait(lambda: server.engine.stats().num_waiting == 5, "the stats did not come")
@@ -122,6 +122,7 @@ def test_why_requests_wait_and_are_refused_and_how_large_the_steps_are(key: str,
     assert found['vllm:iteration_tokens_total_sum{engine="0",model_name="demo"}'] == 9
     counts = {"num_drafts": 3, "num_draft_tokens": 12, "num_accepted_tokens": 3}
     assert {name: found[f'vllm:spec_decode_{name}_total{{engine="0",model_name="demo"}}'] for name in counts} == counts
+    assert found["jaxserve:spec_decode_num_rest_steps_total"] == 41
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert found[f'{per_position}{{engine="0",model_name="demo",position="0"}}'] == 2
     assert found[f'{per_position}{{engine="0",model_name="demo",position="1"}}'] == 1

@@ -319,6 +319,8 @@ def test_the_share_of_right_drafts_is_shown(browser: Browser) -> None:
         browser.wait(f"{figure}?.textContent.includes('by position 0 %')")
         tell(DraftCounters(3, 12, [2, 1]))
         browser.wait(f"{figure}.textContent === 'Drafts accepted38 %by position 67, 33 %'")
+        tell(DraftCounters(3, 12, [2, 1], 9))
+        browser.wait(f"{figure}.textContent.endsWith('by position 67, 33 %; the draft model rests')")
     assert browser.complaints == []
 
 

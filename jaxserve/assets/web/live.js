@@ -50,14 +50,16 @@ function drafts(now, before) {
   return grown("draft_tokens") > 0 ? (100 * grown("accepted_tokens")) / grown("draft_tokens") : null;
 }
 
-// Of the rows with drafts so far, how many had the first draft right, the second, ...
-function byPosition(now) {
+// Of the rows with drafts so far, how many had the first draft right, the second, ..., and whether the draft model rests.
+function byPosition(now, before) {
+  const rest = "jaxserve:spec_decode_num_rest_steps_total";
+  const rests = sum(now, rest) > sum(before, rest) ? "the draft model rests" : "";
   const rows = sum(now, "jaxserve:spec_decode_num_drafts_total");
   const shares = [];
   for (let at = 0, key; now.has((key = `jaxserve:spec_decode_num_accepted_tokens_per_pos_total ${at}`)); at += 1) {
     shares.push(((100 * now.get(key)) / rows).toFixed(0));
   }
-  return shares.length ? `by position ${shares.join(", ")} %` : "";
+  return [shares.length ? `by position ${shares.join(", ")} %` : "", rests].filter(Boolean).join("; ");
 }
 
 // Of the batches that run; null where none does.
@@ -99,7 +101,7 @@ export function openLive() {
         const each = plots[at];
         each.points.push(read(now, before, (time - last) / 1000));
         each.points = each.points.slice(1 - KEPT);
-        draw(each, unit, detail?.(now));
+        draw(each, unit, detail?.(now, before));
       });
       [before, last] = [now, time];
       if (!ended) notice("");
