@@ -25,8 +25,13 @@ prose   a story
 edit    the story of the prompt, told again of another animal
 json    a list of countries with their capitals, by a JSON schema
 
-Tokens and seconds count from when each row has its first token. `device` is the share of the seconds in which the
-process waits for the device, and `host` is the rest.
+With `--hostile` the draft model gets random weights, so that none of its drafts is right. It is compared with no drafts
+and with itself if it never rested, from when each row has `--after` tokens, by default 64:
+
+    python -m benchmarks.speculation MODEL_DIR --draft-model DRAFT --hostile --rows 1 --texts 2 --tokens 256
+
+Tokens and seconds count from when each row has its first token, or `--after`. `device` is the share of the seconds in
+which the process waits for the device, and `host` is the rest.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ from examples.demo_model import stories
 from jaxserve.config import Config
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import build_engine
-from jaxserve.runtime.model_runner import VerifyStep
+from jaxserve.runtime.model_runner import ModelRunner, VerifyStep
 from jaxserve.runtime.sampling.sampler import RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.step_input import DeviceStep
@@ -247,6 +252,7 @@ ENTRY |= {"required": ["country", "capital"], "additionalProperties": False}
 LIST = {"type": "array", "items": ENTRY, "minItems": 4, "maxItems": 6}
 SCHEMA = {"type": "object", "properties": {"countries": LIST}, "required": ["countries"], "additionalProperties": False}
 OWN_KINDS = "prose", "edit", "json"
+NEVER_RESTS = "never rests"  # the draft model, in every step
 FROM_FILE = "file"
 
 
@@ -257,10 +263,10 @@ class Prompts:
     kind: str
     token_ids: list[list[int]]
 
-    def params(self, num_tokens: int) -> SamplingParams:
-        """Return how each output is made: greedily, with at most `num_tokens` tokens."""
+    def params(self, num_tokens: int, *, exactly: bool) -> SamplingParams:
+        """Return how each output is made: greedily, with at most `num_tokens` tokens, or exactly as many."""
         grammar = GrammarSpec(kind="json_schema", source=json.dumps(SCHEMA)) if self.kind == "json" else None
-        return SamplingParams(temperature=0.0, max_tokens=num_tokens, grammar=grammar)
+        return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=exactly, grammar=grammar)
 
 
 def own_prompts(kind: str, count: int, tokenizer: Tokenizer) -> Prompts:
@@ -330,8 +336,10 @@ class Waiting:
         return timed
 
 
-def write(core: EngineCore, prompts: list[list[int]], params: SamplingParams, waiting: Waiting) -> Written:
-    """Write an output after each prompt. All prompts are there at once."""
+def write(
+    core: EngineCore, prompts: list[list[int]], params: SamplingParams, waiting: Waiting, after: int = 1
+) -> Written:
+    """Write an output after each prompt. All prompts are there at once. after: tokens of a row before it counts"""
     core.flush_prefix_cache()
     made: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     for name, prompt in zip(made, prompts, strict=True):
@@ -340,7 +348,7 @@ def write(core: EngineCore, prompts: list[list[int]], params: SamplingParams, wa
     while core.has_work:
         for each in core.step():
             made[each.request_id] += each.token_ids
-        if not before.tokens and all(made.values()):
+        if not before.tokens and all(len(tokens) >= after for tokens in made.values()):
             first = sum(map(len, made.values()))
             before = Written([], first, counters.steps, time.perf_counter(), time.process_time(), waiting.seconds)
     seconds, total = time.perf_counter() - before.seconds, sum(map(len, made.values()))
@@ -361,12 +369,15 @@ def compare(options: argparse.Namespace) -> None:
         lines = options.prompts.read_text().splitlines()
         asked = [Prompts(FROM_FILE, [tokenizer.encode(line) for line in lines])]
     else:
-        asked = [own_prompts(kind, max(most, options.texts), tokenizer) for kind in options.kinds or OWN_KINDS]
+        kinds = options.kinds or (OWN_KINDS[:1] if options.hostile else OWN_KINDS)
+        asked = [own_prompts(kind, max(most, options.texts), tokenizer) for kind in kinds]
     ways: dict[str, dict[str, Any]] = {
         "none": {},
         "n-grams": {"method": "ngram"},
         "draft model": {"method": "draft_model", "draft_model": str(options.draft_model)},
     }
+    if options.hostile:
+        del ways["n-grams"]
     cores: dict[str, EngineCore] = {}
     for way, keys in ways.items():
         sizes = {"max_num_seqs": max(8, most), "max_num_batched_tokens": 128, "max_model_len": 512}
@@ -379,6 +390,12 @@ def compare(options: argparse.Namespace) -> None:
             end="",
         )
         print(f"; proposing drafts takes, in ms: {each}" if each else "", flush=True)
+    if options.hostile:
+        runner, rng = cores["draft model"].runner, np.random.default_rng(0)
+        assert isinstance(runner, ModelRunner)
+        noise = [rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype) for leaf in runner.draft_leaves]
+        runner.draft_leaves = tuple(map(jax.device_put, noise, (leaf.sharding for leaf in runner.draft_leaves)))
+        cores[NEVER_RESTS] = cores["draft model"]
     for prompts in asked:
         for rows in options.rows:
             _by_turns(cores, prompts, rows, options)
@@ -388,29 +405,33 @@ def _by_turns(cores: dict[str, EngineCore], prompts: Prompts, rows: int, options
     texts = prompts.token_ids[: max(rows, options.texts)]
     groups = [texts[i : i + rows] for i in range(0, len(texts) - rows + 1, rows)]
     runs: dict[str, list[Written]] = {way: [] for way in cores}
-    counts: dict[str, tuple[int, int]] = {}
-    waiting, params = Waiting(), prompts.params(options.tokens)
+    counts: dict[str, tuple[int, int, int]] = {}
+    waiting, params = Waiting(), prompts.params(options.tokens, exactly=options.hostile)
     with waiting.active():
         for _ in range(options.rounds):
             for way, core in cores.items():
                 before, written = core.scheduler.stats().drafts or DraftCounters(), Written()
-                for group in groups:
-                    written.add(write(core, group, params, waiting))
+                patience = mock.patch("jaxserve.scheduler.speculation.PATIENCE", 10**9)
+                with patience if way == NEVER_RESTS else contextlib.nullcontext():
+                    for group in groups:
+                        written.add(write(core, group, params, waiting, options.after))
                 after = core.scheduler.stats().drafts or DraftCounters()
                 runs[way].append(written)
                 accepted = after.num_accepted_tokens - before.num_accepted_tokens
-                counts[way] = accepted, after.num_draft_tokens - before.num_draft_tokens
+                rested = after.num_rest_steps - before.num_rest_steps
+                counts[way] = accepted, after.num_draft_tokens - before.num_draft_tokens, rested
     fastest = {way: min(found, key=lambda written: written.seconds) for way, found in runs.items()}
     plain = fastest["none"]
     for way, best in fastest.items():
-        (accepted, drafts), device = counts[way], best.wait / best.seconds
+        (accepted, drafts, rested), device = counts[way], best.wait / best.seconds
         same = sum(map(list.__eq__, best.outputs, plain.outputs))
         print(
             f"{prompts.kind:5} {rows:2} rows, {way:11}: {best.tokens / best.steps / rows:5.2f} tokens a step and row, "
             f"{best.tokens / best.seconds:7.1f} tokens/s (x{plain.seconds / best.seconds:.2f}, "
             f"CPU x{min(each.cpu for each in runs['none']) / min(each.cpu for each in runs[way]):.2f}); "
             f"device {device:.0%}, host {1 - device:.0%}, {1000 * best.seconds / best.steps:.2f} ms a step; "
-            f"{accepted} of {drafts} drafts accepted; {same} of {len(best.outputs)} texts as without; "
+            f"{accepted} of {drafts} drafts accepted, {rested} steps without the draft model; "
+            f"{same} of {len(best.outputs)} texts as without; "
             f"load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
@@ -433,9 +454,12 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+")
     parser.add_argument("--draft-model", type=Path)
     parser.add_argument("--prompts", type=Path, help="with --draft-model")
+    parser.add_argument("--hostile", action="store_true", help="with --draft-model: give it random weights")
+    parser.add_argument("--after", type=int, help="with --draft-model: tokens of each row before it counts")
     options = parser.parse_args()
-    if options.prompts is not None and options.draft_model is None:
-        parser.error("--prompts is for --draft-model")
+    options.after = options.after or (64 if options.hostile else 1)
+    if options.draft_model is None and (options.prompts is not None or options.hostile or options.after > 1):
+        parser.error("--prompts, --hostile and --after are for --draft-model")
     if options.draft_model is not None:
         return compare(options)
     tokenizer, most = Tokenizer.from_directory(options.directory), max(options.rows)
