@@ -11,13 +11,14 @@ import pytest
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.text.detokenizer import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 from jaxserve.types.step import FIRST_VERSION, FinishReason, SchedulerOutput, SlotInit, TokenOutput, joined_versions
 from tests.api.fakes import DEMO, demo_info
-from tests.fakes import VOCAB, FakeRunner, FakeSlot, FakeStep, small_config
+from tests.fakes import VOCAB, FakeRunner, FakeSlot, FakeStep, next_token, small_config
 from tests.waiting import LAST_RESORT
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -25,13 +26,32 @@ END = (5, 6, 7)
 TOKENIZER = Tokenizer.from_directory(DEMO)
 
 
-class ScriptedRunner(FakeRunner):
-    """Samples given tokens at given places of the output; keeps what the device was told of each request."""
+DRAFTS: dict[str, Any] = {"max_drafts": 3, "draft_rows": 8, "verify_sizes": (2, 4, 8, 16)}
 
-    def __init__(self, script: dict[int, int]) -> None:
-        super().__init__(small_config())
+
+class ScriptedRunner(FakeRunner):
+    """Samples given tokens at given places of the output; keeps what the device was told of each request.
+
+    drafts: with a draft model, whose guesses are right except at each seventh position
+    """
+
+    def __init__(self, script: dict[int, int], *, drafts: bool = False) -> None:
+        super().__init__(small_config(**(DRAFTS if drafts else {})), guess=lambda *_: [])
         self.script = script
         self.inits: list[SlotInit] = []
+
+    def _drafts(self, output: SchedulerOutput) -> np.ndarray:
+        found = np.full((len(output.rows), self.config.max_drafts), -1, np.int32)
+        for i, (row, room) in enumerate(zip(output.rows, output.draft_room, strict=True)):
+            slot = self.slots[row.slot]
+            context = [*self._context(slot).tolist(), slot.last_token]
+            for place in range(min(self.config.max_drafts, room - slot.position)):
+                seed = slot.init.seed if slot.init.params.temperature else 0
+                number = len(context) - slot.init.num_prompt_tokens
+                token = self.script.get(number, next_token(context, seed))
+                found[i, place] = (token + (number % 7 == 6)) % VOCAB
+                context.append(token)
+        return found
 
     def execute(self, output: SchedulerOutput) -> FakeStep:
         self.inits += output.slot_inits
@@ -46,7 +66,8 @@ class CoreLink:
     """An EngineCore that is stepped while its messages are waited for."""
 
     def __init__(self, runner: ScriptedRunner) -> None:
-        self.core = EngineCore(runner, runner.config, CoreOptions(vocab_size=VOCAB))
+        drafter = DeviceDrafts(VOCAB) if runner.config.draft_rows else None
+        self.core = EngineCore(runner, runner.config, CoreOptions(vocab_size=VOCAB, drafter=drafter))
         self.messages: list[FromEngine] = []
         self.sent: list[ToEngine] = []
 
@@ -87,9 +108,11 @@ def run(
     script: dict[int, int],
     act: Callable[[AsyncEngine], Any] = lambda engine: None,
     version: str = FIRST_VERSION,
+    *,
+    drafts: bool = False,
 ) -> tuple[dict[int, list[RequestOutput]], ScriptedRunner, CoreLink]:
     """The outputs of one request, by choice. act: called at every output."""
-    runner = ScriptedRunner(script)
+    runner = ScriptedRunner(script, drafts=drafts)
     link = CoreLink(runner)
     link.core.serving.version = version
     found: dict[int, list[RequestOutput]] = {}
@@ -159,6 +182,18 @@ def test_the_rest_is_that_of_a_model_which_ends_its_thinking_itself(case: dict[s
     if case.get("logprobs"):
         for output in cut[0]:
             assert output.token_ids == list(END) or len(output.logprobs or ()) == len(output.token_ids)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(case) or "plain")
+def test_drafts_that_reach_over_the_end_of_the_thinking_are_dropped(case: dict[str, Any]) -> None:
+    params = SamplingParams(**({"temperature": 0.0, "max_tokens": 40, "thinking": budget(8)} | case))
+    plain, _, _ = run(params, {})
+    cut, _, link = run(params, {}, drafts=True)
+    assert {index: joined(outputs) for index, outputs in cut.items()} == {
+        index: joined(outputs) for index, outputs in plain.items()
+    }
+    drafts = link.core.scheduler.stats().drafts
+    assert drafts is not None and drafts.num_accepted_tokens > 2
 
 
 def test_a_stop_string_that_begins_in_the_thinking_and_ends_in_its_end() -> None:
