@@ -18,6 +18,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def make_model(directory: Path, name: str, layers: int | None = None, blocks: in
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     ids = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
     vocab = {"vocab_size": 1 + max(ids.values()), "image_token_id": ids[_PICTURE], "eos_token_id": ids["<|im_end|>"]}
-    hf = PUBLISHED[name].hf | vocab | {"dtype": "bfloat16"}
+    hf: dict[str, Any] = PUBLISHED[name].hf | vocab | {"dtype": "bfloat16"}
     if layers is not None:
         hf |= {"num_hidden_layers": layers}
     if blocks is not None:

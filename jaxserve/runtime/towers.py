@@ -37,7 +37,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models.checkpoint.structure import ModelStructure
-from jaxserve.models.vision.config import PatchLayout, TowerPiece, VisionConfig, patch_layout
+from jaxserve.models.vision.config import PatchLayout, PieceKind, TowerPiece, VisionConfig, patch_layout
 from jaxserve.models.vision.tower import QueriesKeysValues, embedded, segments_row
 from jaxserve.types.picture import Picture
 from jaxserve.types.scheduling import TowerLimits
@@ -273,7 +273,8 @@ class TowerRunner:
             picture = Picture(bytes(32), bytes(size * config.width), grid, 0, size // merge**2)
             state = self._start(leaves, (picture,))
             state.x.block_until_ready()
-            for kind in {piece.kind: None for piece in self._programs.pieces[size]}:
+            kinds: dict[PieceKind, None] = {piece.kind: None for piece in self._programs.pieces[size]}
+            for kind in kinds:
                 taken = []
                 for _ in range(2):  # the first run takes longer
                     began = time.perf_counter()

@@ -375,7 +375,8 @@ def test_a_step_runs_the_pieces_that_fit_in_its_time():
     small, large = (Picture(bytes([size]) * 32, b"", (1, 8, 8 * size), 1, 16 * size) for size in (1, 16))
     pieces = ("attend", "mlp", "attend", "end")
     seconds = {(piece, size): taken for piece in pieces for size, taken in ((256, 0.1), (1024, 0.4))}
-    own, cut = dict.fromkeys((256, 1024), pieces), ("project", "queries", "queries", "mlp", "end")
+    own: dict[int, tuple[str, ...]] = dict.fromkeys((256, 1024), pieces)
+    cut = ("project", "queries", "queries", "mlp", "end")
     fast = {("project", 1024): 0.05, ("queries", 1024): 0.1}
     measured = TowerLimits(num_rows=512, merge=2, pieces=own, seconds=seconds, step_seconds=0.35)
     for limits, picture, parts in (
