@@ -312,6 +312,12 @@ def windows_by_type(hf: Json, window: int | None) -> tuple[int | None, ...]:
     return tuple(window if t == "sliding_attention" else None for t in types)
 
 
+def windows_but_every(hf: Json, window: int | None, layers: int, period: int) -> tuple[int | None, ...]:
+    """Return the window of each layer: by `layer_types`, or if the file has none, in all but every `period`-th."""
+    by_place = tuple(window if (i + 1) % period else None for i in range(layers))
+    return windows_by_type(hf, window) or by_place
+
+
 _CAUSAL = {"is_causal": (True,)}
 _ENCODER = {"is_decoder": (False,), "hidden_act": ("gelu",)}
 _GEMMA = _CAUSAL | {"hidden_activation": ("gelu_pytorch_tanh", "gelu_new")}

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.checkpoint.read_config import Json, boolean, number, optional_integer, windows_by_type
+from jaxserve.models.checkpoint.read_config import Json, boolean, number, optional_integer, windows_but_every
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer
 from jaxserve.models.family import Family
@@ -58,8 +58,7 @@ def _cohere(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 def _cohere2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     window = optional_integer(hf, "sliding_window", None if "sliding_window" in hf else 4096)
     interval = optional_integer(hf, "sliding_window_pattern", 4)
-    by_place = tuple(window if (i + 1) % interval else None for i in range(fields["num_layers"]))
-    windows = windows_by_type(hf, window) or by_place
+    windows = windows_but_every(hf, window, fields["num_layers"], interval)
     return _cohere(hf, fields) | {
         "layer_windows": windows,
         "rope_layers": tuple(each is not None for each in windows),

@@ -18,7 +18,7 @@ from jaxserve.models.checkpoint.read_config import (
     number,
     optional_integer,
     ropes_by_layer_type,
-    windows_by_type,
+    windows_but_every,
 )
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer, SandwichLayer
@@ -38,14 +38,13 @@ class GemmaForCausalLM(CausalLM):
 def _gemma(hf: Json, fields: dict[str, Any], pattern: int) -> dict[str, Any]:
     """Return the fields of Gemma 2 and 3. Every `pattern`-th layer has full attention, the others a sliding window."""
     window = optional_integer(hf, "sliding_window", optional_integer(hf, "sliding_window_attention_size", 4096))
-    by_place = tuple(window if (i + 1) % pattern else None for i in range(fields["num_layers"]))
     return head_dim_or(hf, 256) | {
         "activation": "gelu_tanh",
         "tie_word_embeddings": boolean(hf, "tie_word_embeddings", True),
         "norm_offset": 1.0,
         "embed_scale": fields["hidden_size"] ** 0.5,
         "attention_scale": number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
-        "layer_windows": windows_by_type(hf, window) or by_place,
+        "layer_windows": windows_but_every(hf, window, fields["num_layers"], pattern),
     }
 
 

@@ -22,7 +22,7 @@ from jaxserve.models.checkpoint.read_config import (
     optional_integer,
     rope_by_layer_type,
     ropes_by_layer_type,
-    windows_by_type,
+    windows_but_every,
 )
 from jaxserve.models.config import Gemma4Config, LayerHeads, ModelConfig, MoEConfig, MoENames
 from jaxserve.models.decoder import AttendLayer, CausalLM, Decoder, Layer, PictureRows, Taps
@@ -211,8 +211,7 @@ def _gemma4(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     if hf.get("use_bidirectional_attention") not in (None, "vision"):
         raise ValueError("'use_bidirectional_attention' is supported for pictures only, which are not served")
     layers, window = fields["num_layers"], optional_integer(hf, "sliding_window", 512)
-    by_place = tuple(window if (i + 1) % _FULL_EVERY else None for i in range(layers))
-    windows = (*(windows_by_type(hf, window) or by_place)[:-1], None)  # the last layer is always full
+    windows = (*windows_but_every(hf, window, layers, _FULL_EVERY)[:-1], None)  # the last layer is always full
     readers = optional_integer(hf, "num_kv_shared_layers", 0)
     key_is_value = boolean(hf, "attention_k_eq_v", False)
     own_heads = LayerHeads(fields["num_heads"], fields["num_kv_heads"], fields["head_dim"])

@@ -13,7 +13,7 @@ from jaxserve.models.checkpoint.read_config import (
     integer,
     number,
     optional_integer,
-    windows_by_type,
+    windows_but_every,
 )
 from jaxserve.models.config import ModelConfig, MoEConfig, MoENames
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
@@ -32,7 +32,6 @@ class GptOssForCausalLM(CausalLM):
 
 def _gpt_oss(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     window = optional_integer(hf, "sliding_window", 128)
-    by_place = tuple(window if (i + 1) % 2 else None for i in range(fields["num_layers"]))
     experts = MoEConfig(
         num_experts=integer(hf, "num_local_experts"),
         experts_per_token=integer(hf, "num_experts_per_tok"),
@@ -48,7 +47,7 @@ def _gpt_oss(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     return head_dim_or(hf, 64) | {
         "qkv_bias": bias,
         "out_bias": bias,
-        "layer_windows": windows_by_type(hf, window) or by_place,
+        "layer_windows": windows_but_every(hf, window, fields["num_layers"], 2),
         "attention_sinks": True,
         "activation": "clamped_swiglu",
         "activation_limit": number(hf, "swiglu_limit", 7.0),

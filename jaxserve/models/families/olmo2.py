@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.models.checkpoint.read_config import Json, optional_integer, ropes_by_layer_type, windows_by_type
+from jaxserve.models.checkpoint.read_config import Json, optional_integer, ropes_by_layer_type, windows_but_every
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer, PostNormLayer
 from jaxserve.models.family import Family
@@ -32,11 +32,10 @@ def _olmo2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 def _olmo3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of OLMo 3. Every fourth layer has full attention; only these layers scale the rotation."""
     window = optional_integer(hf, "sliding_window", 4096)
-    by_place = tuple(window if (i + 1) % 4 else None for i in range(fields["num_layers"]))
     rope, local = ropes_by_layer_type(hf, fields["head_dim"])
     return {
         "qk_norm": "full",
-        "layer_windows": windows_by_type(hf, window) or by_place,
+        "layer_windows": windows_but_every(hf, window, fields["num_layers"], 4),
         "rope": rope,
         "local_rope": local or dataclasses.replace(rope, scaling=None),
     }
