@@ -1,4 +1,4 @@
-"""EXAONE 4 (https://arxiv.org/abs/2507.11407): norms after attention and MLP, and over each query and key head.
+"""EXAONE 4 (https://arxiv.org/abs/2507.11407): OLMo 2's layers, and norms over each query and key head.
 
 K-EXAONE has its attention in pre-norm layers, with DeepSeek-V3's router and experts. It and the 32B have a
 sliding window in three of four layers, and only these have positions.
@@ -9,22 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxserve.models.checkpoint.read_config import Json, optional_integer, windows_by_type
-from jaxserve.models.config import ModelConfig, MoENames
-from jaxserve.models.decoder import CausalLM, Layer, PostNormLayer
+from jaxserve.models.config import MoENames
 from jaxserve.models.families.deepseek_v3 import deepseek_experts
 from jaxserve.models.families.llama import LlamaForCausalLM
+from jaxserve.models.families.olmo2 import OlmoForCausalLM
 from jaxserve.models.family import Family
-
-
-class ExaoneForCausalLM(CausalLM):
-    """Layers with norms after each block."""
-
-    @classmethod
-    def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
-        return PostNormLayer(config, dtype)
 
 
 def _exaone4(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +46,6 @@ _MOE = {
 }
 
 FAMILIES = (
-    Family("Exaone4ForCausalLM", ExaoneForCausalLM, _exaone4),
+    Family("Exaone4ForCausalLM", OlmoForCausalLM, _exaone4),
     Family("ExaoneMoeForCausalLM", LlamaForCausalLM, _exaone_moe, defaults=_MOE),
 )

@@ -1,7 +1,7 @@
 """GLM-4 dense: half of each head is rotated, interleaved, and gate and up are one tensor.
 
 The models of 2024 (`GlmForCausalLM`) are otherwise Llama. Those of 2025 (`Glm4ForCausalLM`) have norms on both sides of
-each block.
+each block, as in Gemma.
 """
 
 from __future__ import annotations
@@ -9,21 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxserve.models.checkpoint.read_config import Json, boolean
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import CausalLM, Layer, SandwichLayer
+from jaxserve.models.families.gemma import GemmaForCausalLM
 from jaxserve.models.families.llama import LlamaForCausalLM
 from jaxserve.models.family import Family
-
-
-class Glm4ForCausalLM(CausalLM):
-    """Layers with norms on both sides of each block."""
-
-    @classmethod
-    def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
-        return SandwichLayer(config, dtype)
 
 
 def _glm(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
@@ -47,5 +36,5 @@ def _glm4(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 
 FAMILIES = (
     Family("GlmForCausalLM", LlamaForCausalLM, _glm),
-    Family("Glm4ForCausalLM", Glm4ForCausalLM, _glm4),
+    Family("Glm4ForCausalLM", GemmaForCausalLM, _glm4),
 )

@@ -18,7 +18,7 @@ from jaxserve.models.family import Family
 
 
 class OlmoForCausalLM(CausalLM):
-    """OLMo 2 and 3."""
+    """Layers with norms after each block."""
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
