@@ -31,8 +31,8 @@ _ROUNDED, _ROUNDED_FEW = "jaxserve_matmul_rounded", "jaxserve_matmul_rounded_few
 _RECUR = "jaxserve_recur"
 _GROUPED, _GROUPED_FEW = "jaxserve_matmul_grouped", "jaxserve_matmul_grouped_few"
 FEW = 8  # largest number of tokens that matmul_few accepts
-# Length of a weight's rows from which matmul_few is the faster one: with [2816, 16], as of an adapter, it takes 35 us for
-# one token and 251 for eight, and matmul 19 and 20; with [2816, 64] 40 and 92, and 50 and 56 (AVX2, two cores).
+# Length of a weight's rows from which matmul_few is the faster one. With [2816, 16], as of an adapter, it takes 35 us
+# for one token and 251 for eight, and matmul 19 and 20. With [2816, 64] it takes 40 and 92, matmul 50 and 56 (AVX2).
 FEW_DEPTH = 64
 ROUNDED_FORMS = ("bfloat16", "int8", "uint8")  # values of weights whose products round activations; uint8: 4 bits
 HEAD_DIM_STEP = 16  # head_dim must be a multiple of this
