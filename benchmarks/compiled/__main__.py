@@ -42,15 +42,20 @@ def main() -> int:
     old = table.load(options.chip)["programs"] if table.path_of(options.chip).exists() else {}
     found = _run_child(options.name, options.chip)
     if options.write:
-        kept = {name: reading for name, reading in old.items() if options.name and not re.search(options.name, name)}
+        kept = _others(old, options.name)
         packages = _PACKAGES.get(options.chip, _TPU_PACKAGES)
-        texts = table.load(options.chip).get("lowered", {}) if options.name else {}
+        texts = _others(table.load(options.chip).get("lowered", {}), options.name) if old else {}
         texts |= {name: each["lowered"] for name, each in _run_child(options.name, options.chip, "--lower").items()}
         table.save(kept | found, texts, {name: metadata.version(name) for name in packages}, options.chip)
         return 0
     lines = list(table.worse({name: reading for name, reading in old.items() if name in found}, found))
     print("\n".join(lines) or "nothing got worse")
     return int(bool(lines))
+
+
+def _others(entries: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the entries of programs that are not made anew: those that match may no longer exist. name: "" is all"""
+    return {own: entry for own, entry in entries.items() if name and not re.search(name, own)}
 
 
 def _compare_texts(chip: str) -> int:
