@@ -118,7 +118,7 @@ class AsyncEngine(async_engine.AsyncEngine):
         if self._stopped:
             raise ServerError("the engine is stopped")
         if not self._started:
-            raise NotReadyError("the engine is not started: write `async with AsyncEngine(...) as engine`")
+            raise NotReadyError("the engine is not started: use `async with`")
 
     @takes_other_names
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]  # it takes texts too
