@@ -217,6 +217,7 @@ APART = {
     "models.families.gemma": "a family is a file, found by its folder",
     "models.families.laguna": "a family is a file, found by its folder",
     "models.families.llama": "a family is a file, found by its folder",
+    "models.families.olmo2": "a family is a file, found by its folder",
     "ops.linear.few_bits_tpu": "kernels of one device",
     "ops.linear.sharded_few_bits": "kernels over several devices",
     "ops.paged_attention.triton.heads": "kernels of one device",
