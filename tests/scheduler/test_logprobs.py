@@ -1,6 +1,5 @@
 """What a step's arrays become: extra outputs of a token, and those of a prompt over chunks and preemptions."""
 
-
 import msgspec
 import numpy as np
 import pytest
