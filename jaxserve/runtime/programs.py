@@ -345,7 +345,7 @@ class StepPrograms:
 
         def follow(of_guesses: Caches, kept: Kept) -> tuple[Caches, Kept]:
             """Let the draft model compute the tokens too -> (its caches, what slots keep for a head)."""
-            now = state.replace(hidden=kept[0], hidden_at=kept[1])
+            now = state.replace(hidden=kept[0], hidden_at=kept[1])  # pyright: ignore[reportArgumentType]  # None: no head
             new_of_guesses, after = guesses.follow(leaves, step, of_guesses, now, attend_to)
             return cast(Caches, new_of_guesses), (after.hidden, after.hidden_at)
 

@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -172,7 +172,7 @@ class World:
 
     def run(self, arrivals: int, abort_rate: float) -> None:
         """Once all have arrived nothing interferes any more: whoever hangs then hangs for ever."""
-        waits = {name: self.rng.choice([0, 1, 4, 20]) for name in ("PROBE", "TRIAL", "PATIENCE")}
+        waits: dict[str, Any] = {name: self.rng.choice([0, 1, 4, 20]) for name in ("PROBE", "TRIAL", "PATIENCE")}
         with patch.multiple("jaxserve.scheduler.speculation", **waits):
             self._run(arrivals, abort_rate)
 
