@@ -400,7 +400,7 @@ def wanted_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     not set.
     """
     key, found = "logging.format", environ.get(f"{ENV_PREFIX}LOGGING__FORMAT", "")
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
         flag, equals, text = word.partition("=")
         value = text if equals else following
         if flag == f"--{key}":

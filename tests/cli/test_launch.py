@@ -68,6 +68,12 @@ def test_a_server_starts_answers_and_drains(tmp_path: Path, compile_cache: str) 
         assert not [line for line in screen if len(line.rstrip("\n")) > 80]  # of a terminal: nothing is wrapped
 
 
+def test_a_launch_without_words_reads_its_configuration() -> None:
+    with launch(JAXSERVE_SERVER__PORT="x") as process:
+        _, stderr = process.communicate(timeout=LAST_RESORT)
+    assert process.returncode == 2 and "server.port" in stderr and "Traceback" not in stderr, stderr
+
+
 def test_a_taken_port(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
