@@ -110,6 +110,9 @@ CASES: dict[str, dict[str, Any]] = {
         | DELTA
         | {
             "model_type": "qwen3_5_moe_text",
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_value_head_dim": 16,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 12,
