@@ -108,7 +108,7 @@ def test_names_of_other_engines_are_answered_with_ours() -> None:
             assert hasattr(AsyncEngine, re.split(r"\W", ours)[0]), name
         assert not hasattr(engine, "no_such")
         for ask in (lambda: engine.generate("Hello"), lambda: engine.generate([5, 6])):
-            with pytest.raises(NotReadyError, match="not started: write `async with"):
+            with pytest.raises(NotReadyError, match="not started: use `async with`"):
                 ask()
         with pytest.raises(NotReadyError, match="not started"):
             await engine.chat(MESSAGES)
