@@ -165,9 +165,7 @@ def test_drafts_are_what_the_draft_model_yields_alone(guessing: ModelRunner, tin
         for name in (0.0, 1.0)
         for i, prompt in enumerate(PROMPTS)
     ]
-    with patch(
-        "jaxserve.scheduler.speculation.PATIENCE", 10**9
-    ):  # drafts behind a rest differ
+    with patch("jaxserve.scheduler.speculation.PATIENCE", 10**9):  # drafts behind a rest differ
         transcripts = run_all(core, requests)
     assert core.scheduler.counters.cached_tokens and core.scheduler.counters.retractions
     assert accepted(core) and len(transcripts) == len(requests)
