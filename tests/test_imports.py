@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -153,6 +154,12 @@ def test_modules_import_only_lower_rooms() -> None:
         if target in MODULES and (target in TOP or rank(target) > rank(module))
     ]
     assert sorted(wrong) == []
+
+
+def test_the_readme_lists_the_rooms_in_this_order() -> None:
+    layout = (ROOT.parent / "README.md").read_text(encoding="utf-8").partition("\njaxserve/\n")[2]
+    listed = re.findall(r"^  (\w+)/ ", layout.partition("```")[0], re.MULTILINE)
+    assert listed == [*dict.fromkeys(room.split(".")[1] for room in ORDER[1:]), "assets"]
 
 
 def test_no_module_reaches_what_its_process_lacks() -> None:
