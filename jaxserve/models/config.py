@@ -195,13 +195,20 @@ class PredictorHead:
 
     tensors: rules from beginnings of the checkpoint's names to the parts here, which are token_norm, hidden_norm, join,
     layer and norm. The first that fits counts.
+    taps: the number of the model's last layer if the head reads the hidden states before the final norm; (): after it.
     token_first: the embedding comes before the hidden state in the input of `join`.
     feeds_normed: the next guess starts from the result after the last norm; else from the result before it.
+    like: the model's layer whose window, heads, rotation and limits its layer has; None: those of a model whose layers
+    are all alike.
+    sparse: its layer has experts if the model has some; else it has an MLP.
     """
 
     tensors: Rules
+    taps: tuple[int, ...] = ()
     token_first: bool = True
     feeds_normed: bool = True
+    like: int | None = None
+    sparse: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ at p + 1, and its result stands for the token at p + 2. Then it goes on with its
     EAGLE-3  h = fc [three hidden states inside the model], of further guesses its own last h;
              y = h + attention [norm_e(embedding), norm_h(h)];  y = y + mlp(norm(y));  logits = own head(norm(y))
 
-MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, MiMo, Qwen3-Next and Qwen3.5.
-They differ in names, in the order of the joined halves, and in whether y or norm(y) is the next hidden state
-(`PredictorHead`). EAGLE-3 is https://arxiv.org/abs/2503.01840. Of several MTP layers the first one makes all guesses.
-Embeddings, and MTP's output head, are the model's: published heads have copies of them or none.
+MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, MiMo, MiMo-V2, Qwen3-Next and
+Qwen3.5. They differ in names, in the order of the joined halves, in whether the hidden states, the model's and y, are
+those before or after the last norm, and in the layer (`PredictorHead`). EAGLE-3 is https://arxiv.org/abs/2503.01840.
+Of several MTP layers the first one makes all guesses. Embeddings, and MTP's output head, are the model's: published
+heads have copies of them or none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,7 @@ class Predictor(DraftHead):
     def __init__(self, config: ModelConfig, layer: Layer, dtype: jnp.dtype) -> None:
         assert isinstance(config.head, PredictorHead)
         size = config.hidden_size
-        self.form, self.rope = config.head, config.ropes[0]
+        self.form, self.rope, self.taps = config.head, config.ropes[0], config.head.taps
         self.token_norm = RMSNorm(size, config, dtype)
         self.hidden_norm = RMSNorm(size, config, dtype)
         self.join = Linear((size, 2 * size), ("embed", None), dtype)
@@ -65,8 +67,8 @@ class Predictor(DraftHead):
         self.norm = RMSNorm(size, config, dtype)
 
     def states(self, hidden: Sequence[jax.Array], linear: Products) -> jax.Array:
-        (after_norm,) = hidden
-        return after_norm
+        (last,) = hidden
+        return last
 
     def __call__(
         self, x: jax.Array, hidden: jax.Array, positions: jax.Array, cache: Cache, attend: AttendFn, linear: Products
@@ -138,22 +140,18 @@ def predictor_config(model: ModelConfig) -> ModelConfig | None:
     """Return the configuration of the head in a model's own checkpoint; None if the family declares none."""
     if model.predictor is None:
         return None
-    moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(True,))
-    names = (*model.predictor.tensors, *model.tensor_names)
-    by_layer = (
-        "layer_windows",
-        "layer_chunks",
-        "layer_reads",
-        "layer_heads",
-        "layer_limits",
-        "rope_layers",
-        "mlp_layers",
-    )
+    form = model.predictor
+    moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(form.sparse,))
+    names = (*form.tensors, *model.tensor_names)
+    by_layer: dict[str, tuple[Any, ...]] = dict.fromkeys(("layer_chunks", "layer_reads", "mlp_layers"), ())
+    for name in ("layer_windows", "layer_heads", "layer_limits", "rope_layers"):
+        values = getattr(model, name)
+        by_layer[name] = () if form.like is None else values[form.like : form.like + 1]
     return model.replace(
         num_layers=1,
         layer_states=(None,) if model.layer_states else (),
         moe=moe,
-        head=model.predictor,
+        head=form,
         predictor=None,
         vision=None,
         tie_word_embeddings=False,
@@ -161,7 +159,7 @@ def predictor_config(model: ModelConfig) -> ModelConfig | None:
         tensor_names=names,
         ignored_tensors=(_OTHERS,),
         stored_form=model.stored_form and model.stored_form.with_names(names),
-        **dict.fromkeys(by_layer, ()),
+        **by_layer,
     )
 
 
@@ -175,7 +173,7 @@ def make_head(config: ModelConfig, model: object, dtype: jnp.dtype) -> DraftHead
 
 def taps_of(head: ModelConfig) -> tuple[int, ...]:
     """Return `DraftHead.taps` of a head's configuration, which names them (`with_taps`)."""
-    return head.head.taps if isinstance(head.head, EagleHead) else ()
+    return () if head.head is None else head.head.taps
 
 
 def with_taps(head: ModelConfig, model: ModelConfig) -> ModelConfig:

@@ -14,13 +14,28 @@ Tensors = dict[str, np.ndarray]
 
 
 class Form(NamedTuple):
-    """How a family publishes its head: beginnings of names, the halves' order, and the config of its layer alone."""
+    """How a family publishes its head: beginnings of names, the halves' order, and the config of its layer alone.
+
+    others: names in the layer that the model's layers have -> the head's.
+    feeds_normed: the next guess starts from the result after the head's last norm. before_norm: the first one starts
+    from the hidden states before the model's.
+    """
 
     hf: dict[str, Any]
     parts: dict[str, str]  # token_norm, hidden_norm, join, norm, layer -> the beginning of its names
     alone: dict[str, Any]
     token_first: bool = True
     offset: float = 0.0  # of the norms' weights
+    others: tuple[tuple[str, str], ...] = ()
+    feeds_normed: bool = True
+    before_norm: bool = False
+
+    def published(self, name: str) -> str:
+        """The head's name of a tensor of `model.layers.0.` of its layer alone."""
+        inner = name.removeprefix("model.layers.0.")
+        for here, there in self.others:
+            inner = inner.replace(here, there)
+        return self.parts["layer"] + inner
 
 
 def _behind(layer: int) -> dict[str, str]:
@@ -37,9 +52,17 @@ def _behind(layer: int) -> dict[str, str]:
 _MIMO = CASES["qwen2"] | {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 1}
 FORMS: dict[str, Form] = {
     "deepseek_v3": Form(
-        CASES["deepseek_v3"] | {"num_nextn_predict_layers": 1}, _behind(3), {"first_k_dense_replace": 0}
+        CASES["deepseek_v3"] | {"num_nextn_predict_layers": 1},
+        _behind(3),
+        {"first_k_dense_replace": 0},
+        feeds_normed=False,
     ),
-    "glm4_moe": Form(CASES["glm4_moe"] | {"num_nextn_predict_layers": 1}, _behind(3), {"first_k_dense_replace": 0}),
+    "glm4_moe": Form(
+        CASES["glm4_moe"] | {"num_nextn_predict_layers": 1},
+        _behind(3),
+        {"first_k_dense_replace": 0},
+        feeds_normed=False,
+    ),
     "mimo": Form(
         _MIMO,
         {
@@ -51,6 +74,20 @@ FORMS: dict[str, Form] = {
         },
         {},
         token_first=False,
+    ),
+    "mimo_v2": Form(
+        CASES["mimo_v2"],
+        {
+            "token_norm": "model.mtp.layers.0.enorm.",
+            "hidden_norm": "model.mtp.layers.0.hnorm.",
+            "join": "model.mtp.layers.0.eh_proj.",
+            "norm": "model.mtp.layers.0.final_layernorm.",
+            "layer": "model.mtp.layers.0.",
+        },
+        {"layer_types": ["sliding_attention"], "moe_layer_freq": [0]},
+        others=(("post_attention_layernorm.", "pre_mlp_layernorm."),),
+        feeds_normed=False,
+        before_norm=True,
     ),
     "qwen3_next": Form(
         STATE_CASES["qwen3_next"],
@@ -77,11 +114,11 @@ def head_tensors(form: Form, seed: int = 5) -> Tensors:
     size, rng = form.hf["hidden_size"], np.random.default_rng(seed)
     start = "model.layers.0."
     layer = {name: t for name, t in random_tensors(alone(form), seed).items() if name.startswith(start)}
-    found = {form.parts["layer"] + name.removeprefix(start): tensor for name, tensor in layer.items()}
+    found = {form.published(name): tensor for name, tensor in layer.items()}
     for part in ("token_norm", "hidden_norm", "norm"):
         found[f"{form.parts[part]}weight"] = rng.normal(1, 0.2, size).astype(np.float32)
     found[f"{form.parts['join']}weight"] = rng.normal(0, 0.2, (size, 2 * size)).astype(np.float32)
-    if "enorm" in form.parts["token_norm"]:  # copies of the model's tensors
+    if "shared_head" in form.parts["norm"]:  # copies of the model's tensors
         for name in ("embed_tokens.weight", "shared_head.head.weight"):
             found[form.parts["layer"] + name] = np.zeros((form.hf["vocab_size"], size), np.float32)
     return found

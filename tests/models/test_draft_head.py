@@ -25,7 +25,7 @@ from jaxserve.models.config import EagleHead
 from jaxserve.models.draft_head import predictor_config, with_taps
 from jaxserve.ops.linear import Products
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
-from tests.models.dense import dense_logits
+from tests.models.dense import dense_hidden
 from tests.models.heads import FORMS, alone, eagle_config, eagle_tensors, head_tensors, write_with_head
 from tests.quick import QUICK
 
@@ -66,25 +66,25 @@ def test_an_mtp_head_is_the_published_one(name: str, tmp_path: Path) -> None:
         halves[part] = norm(x, own[f"{form.parts[part]}weight"] + form.offset, config.norm_eps)
     order = list(halves.values()) if form.token_first else list(halves.values())[::-1]
     joined = np.concatenate(order, axis=1) @ own[f"{form.parts['join']}weight"].T
-    layer = {
-        name.replace(form.parts["layer"], "model.layers.0."): tensor
-        for name, tensor in own.items()
-        if name.startswith(form.parts["layer"])
-    }
-    expected = [name for name in random_tensors(alone(form)) if name.startswith("model.layers.0.")]
+    of_layer = [name for name in random_tensors(alone(form)) if name.startswith("model.layers.0.")]
     rows = np.zeros_like(table)
     rows[:TOKENS] = joined
     outer = {"model.embed_tokens.weight": rows, "model.norm.weight": own[f"{form.parts['norm']}weight"]}
-    tensors = {name: layer[name] for name in expected} | outer | {"lm_head.weight": stored["lm_head.weight"]}
+    tensors = {name: own[form.published(name)] for name in of_layer} | outer
+    tensors["lm_head.weight"] = stored["lm_head.weight"]
     reference = load_model(write_checkpoint(tmp_path / "layer", alone(form), tensors), dtype=FLOAT)
-    logits = dense_logits(reference.structure, reference.leaves, jnp.arange(TOKENS, dtype=jnp.int32))
+    normed = dense_hidden(reference.structure, reference.leaves, jnp.arange(TOKENS, dtype=jnp.int32))
+    logits = normed @ stored["lm_head.weight"].T
 
-    x = model.bind(model.leaves).embed(jnp.asarray(tokens))
-    out, _ = run_head(head.structure, head.leaves, x, (jnp.asarray(hidden),))
-    found = model.bind(model.leaves).logits(out)
+    module, served = head.structure.bind_head(head.leaves), model.bind(model.leaves)
+    assert module.taps == ((config.num_layers,) if form.before_norm else ())
+    out, fed = run_head(head.structure, head.leaves, served.embed(jnp.asarray(tokens)), (jnp.asarray(hidden),))
+    found = served.logits(out)
     np.testing.assert_allclose(found, logits, atol=1e-4 * float(jnp.abs(logits).max()))
-    guess = head.structure.bind_head(head.leaves).guess(out, model.bind(model.leaves), Products(), Products())
-    np.testing.assert_array_equal(guess, np.argmax(logits, axis=1))
+    np.testing.assert_array_equal(module.guess(out, served, Products(), Products()), np.argmax(logits, axis=1))
+    if not form.feeds_normed:
+        fed = norm(np.asarray(fed), own[f"{form.parts['norm']}weight"] + form.offset, config.norm_eps)
+    np.testing.assert_allclose(fed, normed, atol=1e-4 * float(jnp.abs(normed).max()))
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

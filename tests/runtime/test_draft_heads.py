@@ -1,6 +1,8 @@
 """A head changes the number of steps and no token. Its guesses are those of the head run on the whole text.
 
-One runner a head for all tests: an MTP head of MiMo's form, and one of EAGLE-3. Each test gives it other weights.
+One runner a head for all tests: MTP heads of the forms of MiMo, of Qwen3-Next, whose model has states, and of MiMo-V2,
+which has a window and reads the hidden states before the final norm; and one of EAGLE-3. Each test gives it other
+weights.
 """
 
 from __future__ import annotations
@@ -63,6 +65,10 @@ def with_states(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedM
     return mtp(directory, mesh, "qwen3_next")
 
 
+def windowed(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedModel]:
+    return mtp(directory, mesh, "mimo_v2")
+
+
 def eagle3(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedModel]:
     model = load_model(
         write_checkpoint(directory / "model", LLAMA, random_tensors(LLAMA, 1)), dtype=FLOAT, mesh=mesh.mesh
@@ -81,8 +87,9 @@ def eagle3(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedModel]
         pytest.param((eagle3, True), marks=pytest.mark.slow),
         pytest.param((with_states, False), marks=pytest.mark.slow),
         pytest.param((with_states, True), marks=pytest.mark.slow),
+        pytest.param((windowed, True), marks=pytest.mark.slow),
     ],
-    ids=["mtp fast", "mtp", "eagle3 fast", "eagle3", "states fast", "states"],
+    ids=["mtp fast", "mtp", "eagle3 fast", "eagle3", "states fast", "states", "windows"],
 )
 def pair(
     request: pytest.FixtureRequest,

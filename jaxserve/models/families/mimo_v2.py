@@ -2,6 +2,9 @@
 
 The cache has rows of K's size for V too, whose last numbers are zeros. A full layer's sinks are so low that they add
 nothing.
+
+Its head for multi-token prediction has window layers with an MLP, and reads the hidden states before the final norm.
+Published files have such a layer for each guess, and here the first one makes all guesses.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.checkpoint.read_config import Json, number, optional_integer, rope_config, shown
-from jaxserve.models.config import LayerHeads, ModelConfig
+from jaxserve.models.config import LayerHeads, ModelConfig, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.families.deepseek_v3 import deepseek_experts
 from jaxserve.models.family import Family
@@ -27,6 +30,14 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads
 
 _NO_SINK = -1e30
+_HEAD = (
+    ("model.mtp.layers.0.enorm.", "token_norm."),
+    ("model.mtp.layers.0.hnorm.", "hidden_norm."),
+    ("model.mtp.layers.0.eh_proj.", "join."),
+    ("model.mtp.layers.0.final_layernorm.", "norm."),
+    ("model.mtp.layers.0.pre_mlp_layernorm.", "layer.post_attention_layernorm."),
+    ("model.mtp.layers.0.", "layer."),
+)
 
 
 class HeadsProj(Adaptable):
@@ -117,7 +128,16 @@ def _mimo_v2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_sinks": True,
         "moe": dataclasses.replace(experts, sparse_layers=sparse, shared_ffn=0),
         "ignored_tensors": (r"^model\.mtp\.",),
+        "predictor": _head(hf, windowed),
     }
+
+
+def _head(hf: Json, windowed: tuple[bool, ...]) -> PredictorHead | None:
+    """Return the head, for which published files have no key; None: 0 layers, or no window layer that it is like."""
+    if not optional_integer(hf, "num_nextn_predict_layers", 1) or True not in windowed:
+        return None
+    like = windowed.index(True)
+    return PredictorHead(_HEAD, taps=(len(windowed),), feeds_normed=False, like=like, sparse=False)
 
 
 def _ropes(hf: Json, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
