@@ -201,6 +201,7 @@ class PredictorHead:
     like: the model's layer whose window, heads, rotation and limits its layer has; None: those of a model whose layers
     are all alike.
     sparse: its layer has experts if the model has some; else it has an MLP.
+    own_norm: its last norm is its own; else it is the model's final norm.
     """
 
     tensors: Rules
@@ -209,6 +210,7 @@ class PredictorHead:
     feeds_normed: bool = True
     like: int | None = None
     sparse: bool = True
+    own_norm: bool = True
 
 
 @dataclass(frozen=True)

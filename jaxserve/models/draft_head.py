@@ -7,11 +7,11 @@ at p + 1, and its result stands for the token at p + 2. Then it goes on with its
     EAGLE-3  h = fc [three hidden states inside the model], of further guesses its own last h;
              y = h + attention [norm_e(embedding), norm_h(h)];  y = y + mlp(norm(y));  logits = own head(norm(y))
 
-MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, MiMo, MiMo-V2, Qwen3-Next and
-Qwen3.5. They differ in names, in the order of the joined halves, in whether the hidden states, the model's and y, are
-those before or after the last norm, and in the layer (`PredictorHead`). EAGLE-3 is https://arxiv.org/abs/2503.01840.
-Of several MTP layers the first one makes all guesses. Embeddings, and MTP's output head, are the model's: published
-heads have copies of them or none.
+MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, ERNIE 4.5,
+MiMo, MiMo-V2, Qwen3-Next and Qwen3.5. They differ in names, in the order of the joined halves, in whether the hidden
+states, the model's and y, are those before or after the last norm, and in the layer (`PredictorHead`). EAGLE-3 is
+https://arxiv.org/abs/2503.01840. Of several MTP layers the first one makes all guesses. Embeddings, and MTP's output
+head, are the model's: published heads have copies of them or none.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Predictor(DraftHead):
         self.hidden_norm = RMSNorm(size, config, dtype)
         self.join = Linear((size, 2 * size), ("embed", None), dtype)
         self.layer = layer
-        self.norm = RMSNorm(size, config, dtype)
+        self.norm = RMSNorm(size, config, dtype) if self.form.own_norm else None
 
     def states(self, hidden: Sequence[jax.Array], linear: Products) -> jax.Array:
         (last,) = hidden
@@ -77,10 +77,11 @@ class Predictor(DraftHead):
         joined = jnp.concatenate(halves if self.form.token_first else halves[::-1], axis=-1)
         table = None if self.rope is None else rope_table(self.rope, positions)
         y, cache = self.layer(self.join(joined, linear), table, cache, attend, linear)
-        out = self.norm(y)
+        out = y if self.norm is None else self.norm(y)
         return out, out if self.form.feeds_normed else y, cache
 
     def guess(self, out: jax.Array, model: CausalLM, linear: Products, of_model: Products) -> jax.Array:
+        out = model.model.norm(out) if self.norm is None else out
         return jnp.argmax(model.logits(out, of_model), axis=1).astype(jnp.int32)
 
 

@@ -22,7 +22,7 @@ class Form(NamedTuple):
     """
 
     hf: dict[str, Any]
-    parts: dict[str, str]  # token_norm, hidden_norm, join, norm, layer -> the beginning of its names
+    parts: dict[str, str]  # token_norm, hidden_norm, join, norm (if it has one), layer -> the beginning of its names
     alone: dict[str, Any]
     token_first: bool = True
     offset: float = 0.0  # of the norms' weights
@@ -62,6 +62,18 @@ FORMS: dict[str, Form] = {
         _behind(3),
         {"first_k_dense_replace": 0},
         feeds_normed=False,
+    ),
+    "ernie4_5_moe": Form(
+        CASES["ernie4_5_moe"] | {"num_nextn_predict_layers": 1},
+        {
+            "token_norm": "model.mtp_emb_norm.0.",
+            "hidden_norm": "model.mtp_hidden_norm.0.",
+            "join": "model.mtp_linear_proj.0.",
+            "layer": "model.mtp_block.0.",
+        },
+        {"moe_layer_start_index": 1},
+        feeds_normed=False,
+        before_norm=True,
     ),
     "mimo": Form(
         _MIMO,
@@ -115,10 +127,10 @@ def head_tensors(form: Form, seed: int = 5) -> Tensors:
     start = "model.layers.0."
     layer = {name: t for name, t in random_tensors(alone(form), seed).items() if name.startswith(start)}
     found = {form.published(name): tensor for name, tensor in layer.items()}
-    for part in ("token_norm", "hidden_norm", "norm"):
+    for part in ("token_norm", "hidden_norm", *(["norm"] if "norm" in form.parts else [])):
         found[f"{form.parts[part]}weight"] = rng.normal(1, 0.2, size).astype(np.float32)
     found[f"{form.parts['join']}weight"] = rng.normal(0, 0.2, (size, 2 * size)).astype(np.float32)
-    if "shared_head" in form.parts["norm"]:  # copies of the model's tensors
+    if "shared_head" in form.parts.get("norm", ""):  # copies of the model's tensors
         for name in ("embed_tokens.weight", "shared_head.head.weight"):
             found[form.parts["layer"] + name] = np.zeros((form.hf["vocab_size"], size), np.float32)
     return found

@@ -22,7 +22,7 @@ from jaxserve.models.checkpoint.read_config import (
     window_everywhere,
     windows_by_type,
 )
-from jaxserve.models.config import ModelConfig, MoEConfig, MoENames
+from jaxserve.models.config import ModelConfig, MoEConfig, MoENames, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.families.deepseek_v3 import deepseek_experts
 from jaxserve.models.family import Family, Nested
@@ -102,7 +102,16 @@ def _ernie4_5_moe(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": boolean(hf, "tie_word_embeddings", True),
         "moe": experts,
         "ignored_tensors": (r"^model\.mtp_",),  # for multi-token prediction
+        "predictor": _ernie_head(layers) if optional_integer(hf, "num_nextn_predict_layers", 0) else None,
     }
+
+
+def _ernie_head(layers: int) -> PredictorHead:
+    """Return the head as it was trained: it reads the hidden states before the final norm, which is its last norm too.
+
+    Its layer has an MLP.
+    """
+    return PredictorHead(_ERNIE_HEAD, taps=(layers,), feeds_normed=False, sparse=False, own_norm=False)
 
 
 def _dots1(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +125,12 @@ def _dots1(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_ERNIE_HEAD = (
+    ("model.mtp_emb_norm.0.", "token_norm."),
+    ("model.mtp_hidden_norm.0.", "hidden_norm."),
+    ("model.mtp_linear_proj.0.", "join."),
+    ("model.mtp_block.0.", "layer."),
+)
 _QWEN2 = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
