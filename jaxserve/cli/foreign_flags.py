@@ -143,7 +143,11 @@ _SPECULATION = Refused(
 )
 # the methods of vLLM that name the family of a checkpoint's own head
 _MTP: dict[str, str] = dict.fromkeys(
-    ("deepseek_mtp", "ernie_mtp", "glm4_moe_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"
+    (
+        *("deepseek_mtp", "ernie_mtp", "exaone_moe_mtp", "glm4_moe_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_next_mtp"),
+        "qwen3_5_mtp",
+    ),
+    "mtp",
 )
 _CHAIN = "drafts are a chain, not a tree"
 _NODES = Refused("leave it out: --nnodes, --node-rank and --master-addr make one engine of several machines")

@@ -7,9 +7,9 @@ at p + 1, and its result stands for the token at p + 2. Then it goes on with its
     EAGLE-3  h = fc [three hidden states inside the model], of further guesses its own last h;
              y = h + attention [norm_e(embedding), norm_h(h)];  y = y + mlp(norm(y));  logits = own head(norm(y))
 
-MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), GLM-4.5, ERNIE 4.5,
-MiMo, MiMo-V2, Qwen3-Next and Qwen3.5. They differ in names, in the order of the joined halves, in whether the hidden
-states, the model's and y, are those before or after the last norm, and in the layer (`PredictorHead`). EAGLE-3 is
+MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), MiMo, Qwen3-Next and others, which
+docs/models.md lists. They differ in names, in the order of the joined halves, in whether the hidden states, the model's
+and y, are those before or after the last norm, and in the layer (`PredictorHead`). EAGLE-3 is
 https://arxiv.org/abs/2503.01840. Of several MTP layers the first one makes all guesses. Embeddings, and MTP's output
 head, are the model's: published heads have copies of them or none.
 """
@@ -183,6 +183,15 @@ def with_taps(head: ModelConfig, model: ModelConfig) -> ModelConfig:
         return head
     layers = model.num_layers
     return head.replace(head=dataclasses.replace(head.head, taps=(2, layers // 2, layers - 3)))
+
+
+UNDER_MTP = (  # the names of a head below `mtp.`, of Qwen3-Next and others
+    ("mtp.pre_fc_norm_embedding.", "token_norm."),
+    ("mtp.pre_fc_norm_hidden.", "hidden_norm."),
+    ("mtp.fc.", "join."),
+    ("mtp.norm.", "norm."),
+    ("mtp.layers.0.", "layer."),
+)
 
 
 def of_deepseek(layer: int) -> PredictorHead:

@@ -49,6 +49,13 @@ def _behind(layer: int) -> dict[str, str]:
     return {name: f"model.layers.{layer}.{there}" for name, there in names.items()}
 
 
+_UNDER_MTP = {
+    "token_norm": "mtp.pre_fc_norm_embedding.",
+    "hidden_norm": "mtp.pre_fc_norm_hidden.",
+    "join": "mtp.fc.",
+    "norm": "mtp.norm.",
+    "layer": "mtp.layers.0.",
+}
 _MIMO = CASES["qwen2"] | {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 1}
 FORMS: dict[str, Form] = {
     "deepseek_v3": Form(
@@ -74,6 +81,9 @@ FORMS: dict[str, Form] = {
         {"moe_layer_start_index": 1},
         feeds_normed=False,
         before_norm=True,
+    ),
+    "exaone_moe": Form(
+        CASES["exaone_moe"] | {"num_nextn_predict_layers": 1}, _UNDER_MTP, {"layer_types": ["full_attention"]}
     ),
     "mimo": Form(
         _MIMO,
@@ -103,13 +113,7 @@ FORMS: dict[str, Form] = {
     ),
     "qwen3_next": Form(
         STATE_CASES["qwen3_next"],
-        {
-            "token_norm": "mtp.pre_fc_norm_embedding.",
-            "hidden_norm": "mtp.pre_fc_norm_hidden.",
-            "join": "mtp.fc.",
-            "norm": "mtp.norm.",
-            "layer": "mtp.layers.0.",
-        },
+        _UNDER_MTP,
         {"layer_types": ["full_attention"], "mlp_only_layers": []},
         offset=1.0,
     ),

@@ -1,7 +1,8 @@
 """EXAONE 4 (https://arxiv.org/abs/2507.11407): OLMo 2's layers, and norms over each query and key head.
 
 K-EXAONE has its attention in pre-norm layers, with DeepSeek-V3's router and experts. It and the 32B have a
-sliding window in three of four layers, and only these have positions.
+sliding window in three of four layers, and only these have positions. The layer of its head for multi-token prediction
+has neither, and an MLP.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import dataclasses
 from typing import Any
 
 from jaxserve.models.checkpoint.read_config import Json, optional_integer, windows_by_type
-from jaxserve.models.config import MoENames
+from jaxserve.models.config import MoENames, PredictorHead
+from jaxserve.models.draft_head import UNDER_MTP
 from jaxserve.models.families.deepseek_v3 import deepseek_experts
 from jaxserve.models.families.llama import LlamaForCausalLM
 from jaxserve.models.families.olmo2 import OlmoForCausalLM
@@ -33,7 +35,17 @@ def _exaone_moe(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     keys = {**hf, "n_routed_experts": hf["num_experts"], "n_shared_experts": hf["num_shared_experts"]}
     names = MoENames(correction="e_score_correction_bias")
     experts = dataclasses.replace(deepseek_experts(keys, fields, dense=1), names=names)
-    return _exaone4(hf, fields) | {"moe": experts, "ignored_tensors": (r"^mtp\.",)}
+    changes = _exaone4(hf, fields) | {"moe": experts, "ignored_tensors": (r"^mtp\.",)}
+    return changes | {"predictor": _head(hf, changes.get("layer_windows", ()))}
+
+
+def _head(hf: Json, windows: tuple[int | None, ...]) -> PredictorHead | None:
+    """Return the head; None: the configuration mentions none, or one with a window."""
+    if not optional_integer(hf, "num_nextn_predict_layers", 0) or (windows and None not in windows):
+        return None
+    if (hf.get("mtp_layer_types") or ["full_attention"])[0] != "full_attention":
+        return None
+    return PredictorHead(UNDER_MTP, like=windows.index(None) if windows else None, sparse=False)
 
 
 _MOE = {

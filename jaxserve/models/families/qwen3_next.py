@@ -17,6 +17,7 @@ from flax import nnx
 from jaxserve.models.checkpoint.read_config import Json, boolean, optional_integer
 from jaxserve.models.config import ModelConfig, MoEConfig, MoENames, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.draft_head import UNDER_MTP
 from jaxserve.models.family import Family, Nested
 from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs
 from jaxserve.models.moe import feed_forward
@@ -26,13 +27,6 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.state import StateSpec, StateWeights
 
 _PREDICTOR = r"^mtp\."  # of several tokens at once
-_HEAD = (
-    ("mtp.pre_fc_norm_embedding.", "token_norm."),
-    ("mtp.pre_fc_norm_hidden.", "hidden_norm."),
-    ("mtp.fc.", "join."),
-    ("mtp.norm.", "norm."),
-    ("mtp.layers.0.", "layer."),
-)
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -184,7 +178,7 @@ def _common(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "output_gate": "queries",
         "layer_states": tuple(state if kind == "linear_attention" else None for kind in types),
         "ignored_tensors": (_PREDICTOR,),
-        "predictor": PredictorHead(_HEAD) if optional_integer(hf, "mtp_num_hidden_layers", 1) else None,
+        "predictor": PredictorHead(UNDER_MTP) if optional_integer(hf, "mtp_num_hidden_layers", 1) else None,
     }
 
 
