@@ -194,10 +194,13 @@ UNDER_MTP = (  # the names of a head below `mtp.`, of Qwen3-Next and others
 )
 
 
-def of_deepseek(layer: int) -> PredictorHead:
-    """Return the head of DeepSeek-V3 and GLM-4.5, whose tensors are those of a layer behind the model's last."""
+def of_deepseek(layer: int, norm: str = "shared_head.norm.", *, feeds_normed: bool = False) -> PredictorHead:
+    """Return the head of DeepSeek-V3, GLM-4.5 and Hy3, whose tensors are those of a layer behind the model's last.
+
+    norm: what the last norm is called there
+    """
     start = f"model.layers.{layer}."
-    parts = {"enorm.": "token_norm.", "hnorm.": "hidden_norm.", "eh_proj.": "join.", "shared_head.norm.": "norm."}
+    parts = {"enorm.": "token_norm.", "hnorm.": "hidden_norm.", "eh_proj.": "join.", norm: "norm."}
     copies = {"shared_head.": "copy.", "embed_tokens.": "copy."}
     rules = tuple((f"{start}{there}", here) for there, here in (parts | copies | {"": "layer."}).items())
-    return PredictorHead(rules, feeds_normed=False)
+    return PredictorHead(rules, feeds_normed=feeds_normed)

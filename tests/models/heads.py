@@ -38,12 +38,12 @@ class Form(NamedTuple):
         return self.parts["layer"] + inner
 
 
-def _behind(layer: int) -> dict[str, str]:
+def _behind(layer: int, norm: str = "shared_head.norm.") -> dict[str, str]:
     names = {
         "token_norm": "enorm.",
         "hidden_norm": "hnorm.",
         "join": "eh_proj.",
-        "norm": "shared_head.norm.",
+        "norm": norm,
         "layer": "",
     }
     return {name: f"model.layers.{layer}.{there}" for name, there in names.items()}
@@ -85,6 +85,7 @@ FORMS: dict[str, Form] = {
     "exaone_moe": Form(
         CASES["exaone_moe"] | {"num_nextn_predict_layers": 1}, _UNDER_MTP, {"layer_types": ["full_attention"]}
     ),
+    "hy_v3": Form(CASES["hy_v3"], _behind(3, "final_layernorm."), {"first_k_dense_replace": 0}),
     "mimo": Form(
         _MIMO,
         {

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.models.checkpoint.read_config import Json, head_dim_or, integer, number, optional_integer, sparse_layers
 from jaxserve.models.config import MoEConfig, MoENames
+from jaxserve.models.draft_head import of_deepseek
 from jaxserve.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from jaxserve.models.family import Family
 
@@ -27,9 +28,13 @@ def _hy_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         names=_NAMES,
     )
     # A layer for multi-token prediction comes after the model's own, also if the configuration does not mention it.
-    count = max(1, optional_integer(hf, "num_nextn_predict_layers", 1))
-    ignored = tuple(rf"^model\.layers\.{index}\." for index in range(layers, layers + count))
-    return head_dim_or(hf, 128) | {"qk_norm": "head", "moe": experts, "ignored_tensors": ignored}
+    count = optional_integer(hf, "num_nextn_predict_layers", 1)
+    return head_dim_or(hf, 128) | {
+        "qk_norm": "head",
+        "moe": experts,
+        "ignored_tensors": tuple(rf"^model\.layers\.{index}\." for index in range(layers, layers + max(1, count))),
+        "predictor": of_deepseek(layers, "final_layernorm.", feeds_normed=True) if count else None,
+    }
 
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "num_experts": 192, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
