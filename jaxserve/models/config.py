@@ -194,14 +194,14 @@ class PredictorHead:
     """A checkpoint's own head for multi-token prediction (MTP), see `models.draft_head`.
 
     tensors: rules from beginnings of the checkpoint's names to the parts here, which are token_norm, hidden_norm, join,
-    layer and norm. The first that fits counts.
+    layer, norm and lm_head. The first that fits counts.
     taps: the number of the model's last layer if the head reads the hidden states before the final norm; (): after it.
     token_first: the embedding comes before the hidden state in the input of `join`.
     feeds_normed: the next guess starts from the result after the last norm; else from the result before it.
     like: the model's layer whose window, heads, rotation and limits its layer has; None: those of a model whose layers
     are all alike.
     sparse: its layer has experts if the model has some; else it has an MLP.
-    own_norm: its last norm is its own; else it is the model's final norm.
+    own_norm, own_output: its last norm and its output head are its own; else they are the model's.
     """
 
     tensors: Rules
@@ -211,6 +211,7 @@ class PredictorHead:
     like: int | None = None
     sparse: bool = True
     own_norm: bool = True
+    own_output: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ at p + 1, and its result stands for the token at p + 2. Then it goes on with its
 MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), MiMo, Qwen3-Next and others, which
 docs/models.md lists. They differ in names, in the order of the joined halves, in whether the hidden states, the model's
 and y, are those before or after the last norm, and in the layer (`PredictorHead`). EAGLE-3 is
-https://arxiv.org/abs/2503.01840. Of several MTP layers the first one makes all guesses. Embeddings, and MTP's output
-head, are the model's: published heads have copies of them or none.
+https://arxiv.org/abs/2503.01840. Of several MTP layers the first one makes all guesses. Embeddings, and in most forms
+MTP's output head, are the model's: published heads have copies of them or none.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Predictor(DraftHead):
         self.join = Linear((size, 2 * size), ("embed", None), dtype)
         self.layer = layer
         self.norm = RMSNorm(size, config, dtype) if self.form.own_norm else None
+        own = self.form.own_output
+        self.lm_head = Linear((config.vocab_size, size), ("vocab", "embed"), dtype) if own else None
 
     def states(self, hidden: Sequence[jax.Array], linear: Products) -> jax.Array:
         (last,) = hidden
@@ -82,7 +84,9 @@ class Predictor(DraftHead):
 
     def guess(self, out: jax.Array, model: CausalLM, linear: Products, of_model: Products) -> jax.Array:
         out = model.model.norm(out) if self.norm is None else out
-        return jnp.argmax(model.logits(out, of_model), axis=1).astype(jnp.int32)
+        own = self.lm_head
+        logits = model.logits(out, of_model) if own is None else own(out, linear).astype(jnp.float32)
+        return jnp.argmax(logits, axis=1).astype(jnp.int32)
 
 
 class EagleLayer(nnx.Module):
@@ -134,9 +138,6 @@ class Eagle(DraftHead):
         return (index + self.d2t[...][index]).astype(jnp.int32)
 
 
-_OTHERS = r"^(?!(token_norm|hidden_norm|join|layer|norm)\.)[^.]+"  # the beginning of any other name
-
-
 def predictor_config(model: ModelConfig) -> ModelConfig | None:
     """Return the configuration of the head in a model's own checkpoint; None if the family declares none."""
     if model.predictor is None:
@@ -144,6 +145,7 @@ def predictor_config(model: ModelConfig) -> ModelConfig | None:
     form = model.predictor
     moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(form.sparse,))
     names = (*form.tensors, *model.tensor_names)
+    parts = "token_norm|hidden_norm|join|layer|norm" + ("|lm_head" if form.own_output else "")
     by_layer: dict[str, tuple[Any, ...]] = dict.fromkeys(("layer_chunks", "layer_reads", "mlp_layers"), ())
     for name in ("layer_windows", "layer_heads", "layer_limits", "rope_layers"):
         values = getattr(model, name)
@@ -158,7 +160,7 @@ def predictor_config(model: ModelConfig) -> ModelConfig | None:
         tie_word_embeddings=False,
         quantized_head=False,
         tensor_names=names,
-        ignored_tensors=(_OTHERS,),
+        ignored_tensors=(rf"^(?!({parts})\.)[^.]+",),  # any other name
         stored_form=model.stored_form and model.stored_form.with_names(names),
         **by_layer,
     )

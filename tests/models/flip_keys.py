@@ -67,7 +67,6 @@ _OF_STATES = (
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand"),
     *("mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit"),
 )
-_OF_PREDICTORS = "of layers for multi-token prediction, which are not used"
 _OWN_BIASES = "InternLM3 has qkv_bias and bias instead"
 CASE_REASONS: dict[tuple[str, str], str] = {
     ("qwen2", "sliding_window"): _WINDOW,
@@ -88,8 +87,7 @@ CASE_REASONS: dict[tuple[str, str], str] = {
     ("gemma3_pictures", "attn_logit_softcapping"): _NO_CAP,
     ("mimo_v2", "sliding_window"): "sliding_window_size counts if there is one",
     ("exaone4", "sliding_window_pattern"): "layer_types says it",
-    ("step3p7", "mtp_layer_types"): _OF_PREDICTORS,
-    ("step3p7", "mtp_mlp_layer_types"): _OF_PREDICTORS,
+    ("step3p7", "mtp_layer_types"): "the last entries of layer_types say it",
     ("step3p7", "per_layer_config"): "num_sliding_attention_heads says it",
     ("exaone_moe", "sliding_window_pattern"): "layer_types says it",
     **{("granite_dense4", key): "of layers with a state, which it lacks" for key in _OF_STATES},

@@ -22,7 +22,8 @@ class Form(NamedTuple):
     """
 
     hf: dict[str, Any]
-    parts: dict[str, str]  # token_norm, hidden_norm, join, norm (if it has one), layer -> the beginning of its names
+    # token_norm, hidden_norm, join, layer, and (if it has its own) norm and lm_head -> the beginning of its names
+    parts: dict[str, str]
     alone: dict[str, Any]
     token_first: bool = True
     offset: float = 0.0  # of the norms' weights
@@ -112,6 +113,28 @@ FORMS: dict[str, Form] = {
         feeds_normed=False,
         before_norm=True,
     ),
+    "step3p7": Form(
+        CASES["step3p7"]["text_config"] | {"architectures": ["Step3p5ForCausalLM"]},
+        {
+            "token_norm": "model.layers.3.enorm.",
+            "hidden_norm": "model.layers.3.hnorm.",
+            "join": "model.layers.3.eh_proj.",
+            "norm": "model.layers.3.transformer.shared_head.norm.",
+            "lm_head": "model.layers.3.transformer.shared_head.output.",
+            "layer": "model.layers.3.",
+        },
+        {
+            "layer_types": ["sliding_attention"],
+            "rope_theta": [100.0],
+            "partial_rotary_factors": [1.0],
+            "moe_layers_enum": [],
+            "swiglu_limits": [0.0],
+            "swiglu_limits_shared": [0.0],
+        },
+        offset=1.0,
+        feeds_normed=False,
+        before_norm=True,
+    ),
     "qwen3_next": Form(
         STATE_CASES["qwen3_next"],
         _UNDER_MTP,
@@ -132,10 +155,14 @@ def head_tensors(form: Form, seed: int = 5) -> Tensors:
     start = "model.layers.0."
     layer = {name: t for name, t in random_tensors(alone(form), seed).items() if name.startswith(start)}
     found = {form.published(name): tensor for name, tensor in layer.items()}
+    if "lm_head" in form.parts:
+        found[f"{form.parts['lm_head']}weight"] = rng.normal(0, 0.2, (form.hf["vocab_size"], size)).astype(np.float32)
     for part in ("token_norm", "hidden_norm", *(["norm"] if "norm" in form.parts else [])):
         found[f"{form.parts[part]}weight"] = rng.normal(1, 0.2, size).astype(np.float32)
     found[f"{form.parts['join']}weight"] = rng.normal(0, 0.2, (size, 2 * size)).astype(np.float32)
-    if "shared_head" in form.parts.get("norm", ""):  # copies of the model's tensors
+    if (
+        form.parts.get("norm", "").endswith(".shared_head.norm.") and "lm_head" not in form.parts
+    ):  # copies of the model's tensors
         for name in ("embed_tokens.weight", "shared_head.head.weight"):
             found[form.parts["layer"] + name] = np.zeros((form.hf["vocab_size"], size), np.float32)
     return found

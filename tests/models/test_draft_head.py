@@ -72,10 +72,12 @@ def test_an_mtp_head_is_the_published_one(name: str, tmp_path: Path) -> None:
     last = own[f"{form.parts['norm']}weight"] if "norm" in form.parts else stored["model.norm.weight"]
     outer = {"model.embed_tokens.weight": rows, "model.norm.weight": last}
     tensors = {name: own[form.published(name)] for name in of_layer} | outer
-    tensors["lm_head.weight"] = stored["lm_head.weight"]
+    tensors["lm_head.weight"] = (
+        own[f"{form.parts['lm_head']}weight"] if "lm_head" in form.parts else stored["lm_head.weight"]
+    )
     reference = load_model(write_checkpoint(tmp_path / "layer", alone(form), tensors), dtype=FLOAT)
     normed = dense_hidden(reference.structure, reference.leaves, jnp.arange(TOKENS, dtype=jnp.int32))
-    logits = normed @ stored["lm_head.weight"].T
+    logits = normed @ tensors["lm_head.weight"].T
 
     module, served = head.structure.bind_head(head.leaves), model.bind(model.leaves)
     assert module.taps == ((config.num_layers,) if form.before_norm else ())

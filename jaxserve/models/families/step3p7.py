@@ -3,6 +3,9 @@
 Window layers have more query heads. The last layers clamp what the halves of their gated MLPs return, in the routed
 experts and in the shared one by different numbers. Published files pad lists of layers with those for multi-token
 prediction.
+
+The head for it reads the hidden states before the final norm and has an output head of its own. Published files have
+several such layers, each of which goes on with the result of the one before it; here the first one makes all guesses.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from jaxserve.models.checkpoint.read_config import (
     sparse_layers,
     windows_by_type,
 )
-from jaxserve.models.config import LayerHeads, ModelConfig, MoEConfig, MoENames
+from jaxserve.models.config import LayerHeads, ModelConfig, MoEConfig, MoENames, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.families.laguna import GatedAttention
 from jaxserve.models.family import TOWERS, Family, Nested
@@ -57,6 +60,14 @@ def _clamped(config: ModelConfig, limit: float) -> ModelConfig:
 
 
 _NAMES = MoENames("moe", correction="router_bias", shared="share_expert")
+_PARTS = {  # names in the layer of the head -> the head's parts
+    "enorm": "token_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "join",
+    "transformer.shared_head.norm": "norm",
+    "transformer.shared_head.output": "lm_head",
+}
+_OF_MODEL = ("lm_head.", "model.lm_head.")  # not the head's
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _OTHERS = {  # published key -> transformers' name of it
     "num_attention_groups": "num_key_value_heads",
@@ -83,7 +94,9 @@ def _published(hf: Json) -> dict[str, Any]:
     """Return a parsed config.json with the keys of transformers' class, and without the layers that predict more."""
     layers = integer(hf, "num_hidden_layers")
     found = {_OTHERS.get(key, key): value for key, value in hf.items()}
-    found |= {key: found[key][:layers] for key in (*_LISTS, *_LIMITS) if isinstance(found.get(key), list)}
+    lists = [key for key in (*_LISTS, *_LIMITS) if isinstance(found.get(key), list)]
+    found |= {f"mtp_{key}": found[key][layers:] for key in lists if len(found[key]) > layers}
+    found |= {key: found[key][:layers] for key in lists}
     types = found.setdefault("layer_types", None) or [_FULL] * layers
     if not rope_by_layer_type(found):
         found["rope_parameters"] = _by_type(found, types)
@@ -92,6 +105,7 @@ def _published(hf: Json) -> dict[str, Any]:
     if numbers is not None and found.get("mlp_layer_types") is None:
         sparse = {int(each) for each in (numbers.split(",") if isinstance(numbers, str) else numbers)}
         found["mlp_layer_types"] = ["sparse" if index in sparse else "dense" for index in range(layers)]
+        found.setdefault("mtp_mlp_layer_types", ["sparse" if layers in sparse else "dense"])
     other = found.get("attention_other_setting") or {}
     for key, value in (("num_attention_groups", "num_key_value_heads"), ("head_dim", "head_dim")):
         if other.get(key) not in (None, found.get(value)):
@@ -150,7 +164,35 @@ def _step3p7(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "packed_experts": "stacked",
         "tensor_names": ((".share_expert.", ".moe.share_expert."),),
         "ignored_tensors": predictors(hf, layers),
+        "predictor": _head(hf, windows, limits),
     }
+
+
+def _head(hf: Json, windows: tuple[int | None, ...], limits: tuple[tuple[float, float], ...]) -> PredictorHead | None:
+    """Return the head; None: none is described, or no layer of the model has its window, rotation and clamp.
+
+    windows, limits: of the model's layers
+    """
+    layers, kinds = len(limits), hf.get("mtp_layer_types")
+    if not predictors(hf, layers) or not kinds:
+        return None
+    rope = hf["rope_parameters"].get(kinds[0], {})
+    expected = {
+        "mlp_layer_types": "dense",
+        "rope_theta": rope.get("rope_theta"),
+        "partial_rotary_factors": rope.get("partial_rotary_factor"),
+    }
+    if any((hf.get(f"mtp_{key}") or [value])[0] != value for key, value in expected.items()):
+        return None
+    clamp = (hf.get("mtp_swiglu_limits_shared") or [0.0])[0] or 0.0
+    of_layers = zip(windows or (None,) * layers, limits, strict=True)
+    like = [(window is not None, mlp) for window, (_, mlp) in of_layers]
+    own = kinds[0] == _LOCAL, clamp
+    if own not in like:
+        return None
+    start = f"model.layers.{layers}."
+    rules = (*((f"{start}{there}.", f"{here}.") for there, here in _PARTS.items()), (start, "layer."), _OF_MODEL)
+    return PredictorHead(rules, taps=(layers,), feeds_normed=False, like=like.index(own), sparse=False, own_output=True)
 
 
 def _limits(hf: Json, key: str, layers: int) -> list[float]:
