@@ -145,7 +145,7 @@ _SPECULATION = Refused(
 _MTP: dict[str, str] = dict.fromkeys(
     (
         *("deepseek_mtp", "ernie_mtp", "exaone_moe_mtp", "glm4_moe_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_next_mtp"),
-        *("hy_v3_mtp", "qwen3_5_mtp", "step3p5_mtp"),
+        *("hy_v3_mtp", "nemotron_h_mtp", "qwen3_5_mtp", "step3p5_mtp"),
     ),
     "mtp",
 )

@@ -146,7 +146,8 @@ def predictor_config(model: ModelConfig) -> ModelConfig | None:
     moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(form.sparse,))
     names = (*form.tensors, *model.tensor_names)
     parts = "token_norm|hidden_norm|join|layer|norm" + ("|lm_head" if form.own_output else "")
-    by_layer: dict[str, tuple[Any, ...]] = dict.fromkeys(("layer_chunks", "layer_reads", "mlp_layers"), ())
+    by_layer: dict[str, tuple[Any, ...]] = {"layer_chunks": (), "layer_reads": ()}
+    by_layer["mlp_layers"] = (True,) if model.mlp_layers else ()
     for name in ("layer_windows", "layer_heads", "layer_limits", "rope_layers"):
         values = getattr(model, name)
         by_layer[name] = () if form.like is None else values[form.like : form.like + 1]

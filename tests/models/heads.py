@@ -135,6 +135,23 @@ FORMS: dict[str, Form] = {
         feeds_normed=False,
         before_norm=True,
     ),
+    "nemotron_h": Form(
+        STATE_CASES["nemotron_h"] | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+        {
+            "token_norm": "mtp.layers.0.enorm.",
+            "hidden_norm": "mtp.layers.0.hnorm.",
+            "join": "mtp.layers.0.eh_proj.",
+            "norm": "mtp.layers.1.final_layernorm.",
+            "layer": "mtp.layers.",
+        },
+        {"hybrid_override_pattern": "*E", "num_hidden_layers": 2},
+        others=(
+            ("input_layernorm.", "0.norm."),
+            ("self_attn.", "0.mixer."),
+            ("post_attention_layernorm.", "1.norm."),
+            ("mlp.", "1.mixer."),
+        ),
+    ),
     "qwen3_next": Form(
         STATE_CASES["qwen3_next"],
         _UNDER_MTP,

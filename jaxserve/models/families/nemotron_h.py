@@ -1,7 +1,8 @@
 """Nemotron-H (https://arxiv.org/abs/2504.03624) and Nemotron 3: Mamba-2, some attention, MLPs or experts, no rotation.
 
 A published layer is one of these alone. An MLP or the experts are the second half of the layer before here, so that
-there are fewer layers than published and each has a state or attention: M E M - * is (M E), (M -), (*).
+there are fewer layers than published and each has a state or attention: M E M - * is (M E), (M -), (*). The head for
+multi-token prediction is (* E).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.checkpoint.read_config import Json, boolean, integer, number, optional_integer, shown
-from jaxserve.models.config import Mamba2Config, ModelConfig
+from jaxserve.models.config import Mamba2Config, ModelConfig, PredictorHead
 from jaxserve.models.decoder import AttentionBlock, CausalLM, Layer, PreNormLayer
 from jaxserve.models.families.bamba import mamba2_state
 from jaxserve.models.families.deepseek_v3 import deepseek_experts
@@ -25,6 +26,16 @@ from jaxserve.models.moe import feed_forward
 from jaxserve.models.tensor_names import Rules
 from jaxserve.ops.linear import Products
 
+_HEAD = (
+    ("mtp.layers.0.enorm.", "token_norm."),
+    ("mtp.layers.0.hnorm.", "hidden_norm."),
+    ("mtp.layers.0.eh_proj.", "join."),
+    ("mtp.layers.0.norm.", "layer.input_layernorm."),
+    ("mtp.layers.0.mixer.", "layer.self_attn."),
+    ("mtp.layers.1.norm.", "layer.post_attention_layernorm."),
+    ("mtp.layers.1.mixer.", "layer.mlp."),
+    ("mtp.layers.1.final_layernorm.", "norm."),
+)
 _MIXERS = {"M": "mamba", "*": "self_attn"}
 _KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
 
@@ -139,7 +150,20 @@ def _nemotron_h(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "moe": experts if any(sparse) else None,
         "ignored_tensors": (r"^mtp\.",),
         "tensor_names": _names(layers),
+        "predictor": _head(hf, layers),
     }
+
+
+def _head(hf: Json, layers: Sequence[_Layer]) -> PredictorHead | None:
+    """Return the head; None: there is none, or it is not one attention and experts that are like the model's."""
+    names = hf.get("mtp_layers_block_type") or ("attention", "moe")
+    kinds = hf.get("mtp_hybrid_override_pattern") or "".join(_KINDS.get(name, "?") for name in names)
+    mixers, blocks = [layer.mixer for layer in layers], [layer.feed_forward for layer in layers]
+    if not optional_integer(hf, "num_nextn_predict_layers", 0) or kinds != "*E":
+        return None
+    if "*" not in mixers or "E" not in blocks:
+        return None
+    return PredictorHead(_HEAD, like=mixers.index("*"))
 
 
 _DEFAULTS = {
