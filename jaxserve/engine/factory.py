@@ -518,7 +518,7 @@ def _own_head(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[Mode
     if head is None or files.format != "safetensors":
         raise ConfigError(
             f"speculation.method mtp: {model.architecture} in {files.directory} has no head that is served",
-            fix="leave speculation.method out, or set it to ngram",
+            fix="leave speculation.method out, or set it to ngram; docs/models.md lists the heads that are served",
         )
     return head, dtype
 

@@ -18,7 +18,7 @@ import pytest
 from jaxserve.errors import ModelLoadError
 from jaxserve.library.dense import dense_attend
 from jaxserve.models.checkpoint.files import ModelFiles
-from jaxserve.models.checkpoint.hf_config import read_config, read_eagle
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config, read_eagle
 from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.models.checkpoint.structure import ModelStructure
 from jaxserve.models.config import EagleHead
@@ -86,6 +86,33 @@ def test_an_mtp_head_is_the_published_one(name: str, tmp_path: Path) -> None:
     found = (out, fed) if form.feeds_normed else (out, norm(np.asarray(fed), last + form.offset, config.norm_eps))
     for each in found if "norm" in form.parts else found[1:]:
         np.testing.assert_allclose(each, normed, atol=1e-4 * float(jnp.abs(normed).max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {"num_nextn_predict_layers": 0}) for name in FORMS if name != "qwen3_next"),
+        ("qwen3_next", {"mtp_num_hidden_layers": 0}),
+        ("mimo_v2", {"layer_types": ["full_attention"] * 3}),
+        ("exaone_moe", {"mtp_layer_types": ["sliding_attention"]}),
+        ("exaone_moe", {"layer_types": ["sliding_attention"] * 3}),
+        ("step3p7", {"swiglu_limits_shared": [0.2, 0.0, 0.15, 0.7]}),
+        ("step3p7", {"rope_theta": [500.0, 100.0, 500.0, 90.0]}),
+        ("step3p7", {"moe_layers_enum": "1,2,3"}),
+        ("step3p7", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": "*-"}),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M*-M"}),
+    ],
+)
+def test_a_head_of_another_form_is_not_served(name: str, changes: dict[str, object]) -> None:
+    assert from_hf(FORMS[name].hf).predictor is not None
+    assert from_hf(FORMS[name].hf | changes).predictor is None
+
+
+def test_a_head_that_clamps_its_mlp_is_like_such_a_layer() -> None:
+    hf = FORMS["step3p7"].hf | {"swiglu_limits_shared": [0.2, 0.3, 0.15, 0.3]}
+    head = predictor_config(from_hf(hf))
+    assert head is not None and head.layer_limits == ((0.0, 0.3),) and head.layer_windows == (12,)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
