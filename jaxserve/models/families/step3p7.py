@@ -105,7 +105,7 @@ def _published(hf: Json) -> dict[str, Any]:
     if numbers is not None and found.get("mlp_layer_types") is None:
         sparse = {int(each) for each in (numbers.split(",") if isinstance(numbers, str) else numbers)}
         found["mlp_layer_types"] = ["sparse" if index in sparse else "dense" for index in range(layers)]
-        found.setdefault("mtp_mlp_layer_types", ["sparse" if layers in sparse else "dense"])
+        found["mtp_mlp_layer_types"] = found.get("mtp_mlp_layer_types") or ["sparse" if layers in sparse else "dense"]
     other = found.get("attention_other_setting") or {}
     for key, value in (("num_attention_groups", "num_key_value_heads"), ("head_dim", "head_dim")):
         if other.get(key) not in (None, found.get(value)):
