@@ -75,6 +75,7 @@ _INTEGERS = {
     "num_local_experts": (0, 2**20),
     "n_shared_experts": (0, 2**14),
     "num_nextn_predict_layers": (0, 100),
+    "mtp_num_hidden_layers": (0, 100),
     "num_kv_shared_layers": (0, 2000),
     "hidden_size_per_layer_input": (0, 2**20),
     "vocab_size_per_layer_input": (1, 2**24),
