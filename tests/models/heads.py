@@ -177,9 +177,7 @@ def head_tensors(form: Form, seed: int = 5) -> Tensors:
     for part in ("token_norm", "hidden_norm", *(["norm"] if "norm" in form.parts else [])):
         found[f"{form.parts[part]}weight"] = rng.normal(1, 0.2, size).astype(np.float32)
     found[f"{form.parts['join']}weight"] = rng.normal(0, 0.2, (size, 2 * size)).astype(np.float32)
-    if (
-        form.parts.get("norm", "").endswith(".shared_head.norm.") and "lm_head" not in form.parts
-    ):  # copies of the model's tensors
+    if "shared_head" in form.parts.get("norm", "") and "lm_head" not in form.parts:  # copies of the model's tensors
         for name in ("embed_tokens.weight", "shared_head.head.weight"):
             found[form.parts["layer"] + name] = np.zeros((form.hf["vocab_size"], size), np.float32)
     return found

@@ -2,7 +2,7 @@
 
 K-EXAONE has its attention in pre-norm layers, with DeepSeek-V3's router and experts. It and the 32B have a
 sliding window in three of four layers, and only these have positions. The layer of its head for multi-token prediction
-has neither, and an MLP.
+has neither, as in TensorRT-LLM and Megatron Bridge, and an MLP; in SGLang it is like the first layer.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The cache has rows of K's size for V too, whose last numbers are zeros. A full layer's sinks are so low that they add
 nothing.
 
-Its head for multi-token prediction has window layers with an MLP, and reads the hidden states before the final norm.
-Published files have such a layer for each guess, and here the first one makes all guesses.
+Its head for multi-token prediction has window layers with an MLP. Published files have such a layer for each guess, and
+here the first one makes all guesses. It reads the hidden states before the final norm, as in SGLang's first release of
+the model; vLLM reads those after it.
 """
 
 from __future__ import annotations

@@ -107,9 +107,10 @@ def _ernie4_5_moe(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ernie_head(layers: int) -> PredictorHead:
-    """Return the head as it was trained: it reads the hidden states before the final norm, which is its last norm too.
+    """Return the head as ERNIE's training code has it. Its layer has an MLP.
 
-    Its layer has an MLP.
+    It reads the hidden states before the final norm, and that norm is its last one too. vLLM and SGLang read those
+    after the norm.
     """
     return PredictorHead(_ERNIE_HEAD, taps=(layers,), feeds_normed=False, sparse=False, own_norm=False)
 
