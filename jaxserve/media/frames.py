@@ -19,8 +19,11 @@ class PictureSetup(msgspec.Struct):
     max_pixels: int
 
 
-class PictureInput(msgspec.Struct):
-    """A picture, as the client sent it. settings: how to cut it into patches; None: only its size is asked for"""
+class PictureQuestion(msgspec.Struct):
+    """A picture as the client sent it, and what is asked of it.
+
+    settings: how to cut it into patches; None: only its size is asked for
+    """
 
     data: bytes
     is_base64: bool

@@ -24,7 +24,7 @@ import msgspec
 
 from jaxserve.config import MediaSection
 from jaxserve.errors import ConfigError, InvalidValueError, MediaMemoryError, ServerError
-from jaxserve.media.frames import PictureAnswer, PictureInput, PictureSetup
+from jaxserve.media.frames import PictureAnswer, PictureQuestion, PictureSetup
 from jaxserve.media.processor import CHANNELS, PictureSettings
 from jaxserve.transport.child_process import ChildEnded, ChildProcess
 
@@ -68,7 +68,7 @@ class PictureProcess(ChildProcess):
         super().__init__("jaxserve.media.worker", msgspec.msgpack.encode(setup))
         self._on_end = on_end
 
-    def answer(self, asked: PictureInput) -> PictureAnswer:
+    def answer(self, asked: PictureQuestion) -> PictureAnswer:
         """Return the answer of the worker. Raises InvalidValueError if the picture cannot be read within the limits."""
         try:
             answer = _ANSWER.decode(self.ask(msgspec.msgpack.encode(asked)))
@@ -212,4 +212,4 @@ class PictureReader:
 
     def _ask(self, source: Source, settings: PictureSettings | None) -> PictureAnswer:
         process = self._long_process if len(source.data) > LONG_BYTES else self._process
-        return process.answer(PictureInput(source.data, source.is_base64, settings))
+        return process.answer(PictureQuestion(source.data, source.is_base64, settings))

@@ -1,7 +1,7 @@
 """The process in which pictures are decoded: `python -m jaxserve.media.worker`.
 
 It reads frames from stdin and writes one to stdout for each. The first is a PictureSetup, each further one a
-PictureInput. A picture that needs too much memory is an error; one that needs too much CPU time ends this process.
+PictureQuestion. A picture that needs too much memory is an error; one that needs too much CPU time ends this process.
 It runs at a lower priority than the server, whose streams it must not hold up.
 """
 
@@ -17,17 +17,17 @@ import msgspec
 
 from jaxserve.errors import InvalidValueError
 from jaxserve.media import images
-from jaxserve.media.frames import PictureAnswer, PictureInput, PictureSetup
+from jaxserve.media.frames import PictureAnswer, PictureQuestion, PictureSetup
 from jaxserve.transport.child import frame, framed, limit_memory, read_frame, take_pipes, write
 
 NICENESS = 10
 
 _SETUP = msgspec.msgpack.Decoder(PictureSetup)
-_INPUT = msgspec.msgpack.Decoder(PictureInput)
+_QUESTION = msgspec.msgpack.Decoder(PictureQuestion)
 _BLANKS = b" \t\r\n\f\v"
 
 
-def _answer(asked: PictureInput, setup: PictureSetup) -> PictureAnswer:
+def _answer(asked: PictureQuestion, setup: PictureSetup) -> PictureAnswer:
     signal.setitimer(signal.ITIMER_PROF, setup.cpu_seconds)
     try:
         data = _decoded(asked, setup.max_bytes)
@@ -47,7 +47,7 @@ def _answer(asked: PictureInput, setup: PictureSetup) -> PictureAnswer:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _decoded(asked: PictureInput, max_bytes: int) -> bytes:
+def _decoded(asked: PictureQuestion, max_bytes: int) -> bytes:
     data = asked.data
     if asked.is_base64:
         try:
@@ -62,7 +62,7 @@ def _decoded(asked: PictureInput, max_bytes: int) -> bytes:
 
 
 def main() -> None:
-    """Read a PictureSetup and then PictureInputs as frames from stdin; write a PictureAnswer frame for each."""
+    """Read a PictureSetup and then PictureQuestions as frames from stdin; write a PictureAnswer frame for each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process when it has drained
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICENESS)
@@ -75,7 +75,7 @@ def main() -> None:
     limit_memory(setup.memory_bytes)
     write(stdout, frame(PictureAnswer()))
     while (body := read_frame(stdin)) is not None:
-        write(stdout, _encoded(_answer(_INPUT.decode(body), setup)))
+        write(stdout, _encoded(_answer(_QUESTION.decode(body), setup)))
 
 
 def _encoded(answer: PictureAnswer) -> bytes:
