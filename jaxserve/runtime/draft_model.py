@@ -18,6 +18,7 @@ that goes on behind such steps begins as behind a prefix hit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +33,6 @@ from jaxserve.models.draft_head import DraftHead
 from jaxserve.models.layers import Cache, StateInputs
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads
-from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.step_input import FROM_DEVICE, TokenInput
 
@@ -42,10 +42,11 @@ Caches = tuple[Cache, ...]
 AttendTo = Callable[[TokenInput], AttendLayer]
 
 
-class Computed(NamedTuple):
-    """What the served model has computed: T tokens.
+class ServedTokens(NamedTuple):
+    """T tokens of the served model.
 
-    hidden: [T, D], what the drafts depend on (`DraftHead.taps`): after the final norm, or inside the model
+    hidden: [T, D], the hidden states that the drafts depend on (`DraftHead.taps`): after the final norm, or inside the
+    model; (): the tokens are not computed yet
     """
 
     model: CausalLM
@@ -53,37 +54,55 @@ class Computed(NamedTuple):
     hidden: tuple[jax.Array, ...]
 
 
-@dataclass(frozen=True)
-class DraftModel:
-    """The device side of a draft model.
+@dataclass(frozen=True, kw_only=True)
+class Guesser(ABC):
+    """The device side of a draft model or head.
 
-    bind: makes the model from its own leaves while tracing. first_leaf, first_layer: number of leaves and layers of the
-    served model, which come first. layers: its caches. count: drafts of a row
+    first_leaf, first_layer: number of leaves and layers of the served model, which come first. linear: its own products
+    count: drafts of a row. taps: as of `DraftHead`
     """
 
-    bind: Callable[[Leaves], CausalLM]
     first_leaf: int
     first_layer: int
-    layers: tuple[LayerCache, ...]
     linear: Products
     count: int
     taps: tuple[int, ...] = ()
 
+    @abstractmethod
     def follow(
-        self, leaves: Leaves, step: Computed, caches: Caches, state: SlotState, attend_to: AttendTo
+        self, leaves: Leaves, step: ServedTokens, caches: Caches, state: SlotState, attend_to: AttendTo
     ) -> tuple[Caches, SlotState]:
-        """Compute the tokens of a step too -> (the caches of the draft model, the state).
+        """Compute the tokens of a step too -> (its caches, the state, which keeps what the next guesses begin with).
 
-        leaves: the weights of both models. caches: of the draft model. attend_to: in a program with these caches
+        leaves: the weights of both models. caches: its own. attend_to: makes the attention of the
+        tokens over these caches
         """
-        _, caches = self.run(leaves, step.tokens, caches, attend_to(step.tokens))
+
+    @abstractmethod
+    def propose(
+        self, leaves: Leaves, last: ServedTokens, room: jax.Array, caches: Caches, state: SlotState, attend_to: AttendTo
+    ) -> tuple[jax.Array, Caches]:
+        """Continue rows greedily -> (drafts int32 [R, count], -1: none; its caches).
+
+        last: the last token of each of R rows. room: int32 [R], tokens that fit the row's pages. A row ends where its
+        pages end, because the place behind them belongs to another row. The other arguments: as in `follow`
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel(Guesser):
+    """A draft model. bind: makes it from its own leaves while tracing"""
+
+    bind: Callable[[Leaves], CausalLM]
+
+    def follow(
+        self, leaves: Leaves, step: ServedTokens, caches: Caches, state: SlotState, attend_to: AttendTo
+    ) -> tuple[Caches, SlotState]:
+        _, caches = self._run(leaves, step.tokens, caches, attend_to(step.tokens))
         return caches, state
 
-    def run(self, leaves: Leaves, tokens: TokenInput, caches: Caches, attend: AttendLayer) -> tuple[jax.Array, Caches]:
-        """Compute T tokens -> (hidden states [T, D], the caches). leaves, caches: as in `follow`
-
-        attend: of the layers of both models
-        """
+    def _run(self, leaves: Leaves, tokens: TokenInput, caches: Caches, attend: AttendLayer) -> tuple[jax.Array, Caches]:
+        """Compute T tokens -> (hidden states [T, D], its caches). attend: of the layers of both models"""
         first = self.first_layer
 
         def attend_own(
@@ -96,13 +115,8 @@ class DraftModel:
         return model(tokens.token_ids, tokens.positions, caches, attend_own, self.linear)
 
     def propose(
-        self, leaves: Leaves, last: Computed, room: jax.Array, caches: Caches, state: SlotState, attend_to: AttendTo
+        self, leaves: Leaves, last: ServedTokens, room: jax.Array, caches: Caches, state: SlotState, attend_to: AttendTo
     ) -> tuple[jax.Array, Caches]:
-        """Continue rows greedily -> (drafts int32 [R, count], -1: none; the caches of the draft model).
-
-        last: the last token of each of R rows, not computed yet. room: int32 [R], tokens that fit the row's pages. A
-        row ends where its pages end, because the place behind them belongs to another row.
-        """
         tokens = last.tokens
         model, drafts = self.bind(leaves[self.first_leaf :]), []
         index = jnp.arange(room.shape[0], dtype=jnp.int32)
@@ -112,29 +126,22 @@ class DraftModel:
             positions = jnp.where(live, tokens.positions + place, 0)
             row = jnp.where(live, index, room.shape[0])
             now = TokenInput(token, positions, row, tokens.slots, positions, live.astype(jnp.int32))
-            hidden, caches = self.run(leaves, now, caches, attend_to(now))
+            hidden, caches = self._run(leaves, now, caches, attend_to(now))
             token = jnp.argmax(model.logits(hidden, self.linear), axis=1).astype(jnp.int32)
             drafts.append(jnp.where(live, token, FROM_DEVICE))
         return jnp.stack(drafts, axis=1), caches
 
 
-@dataclass(frozen=True)
-class DraftHeadModel:
-    """The device side of a head. The fields are those of DraftModel; `of_model` are the served model's products."""
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadModel(Guesser):
+    """A head. bind: makes it from its own leaves while tracing. of_model: the served model's products"""
 
     bind: Callable[[Leaves], DraftHead]
-    first_leaf: int
-    first_layer: int
-    layers: tuple[LayerCache, ...]
-    linear: Products
-    count: int
-    taps: tuple[int, ...]
     of_model: Products
 
     def follow(
-        self, leaves: Leaves, step: Computed, caches: Caches, state: SlotState, attend_to: AttendTo
+        self, leaves: Leaves, step: ServedTokens, caches: Caches, state: SlotState, attend_to: AttendTo
     ) -> tuple[Caches, SlotState]:
-        """See `DraftModel.follow`. The state gets the hidden states of the tokens."""
         head = self.bind(leaves[self.first_leaf :])
         states = head.states(step.hidden, self.linear)
         tokens, hidden = behind(step.tokens, states, state)
@@ -164,12 +171,11 @@ class DraftHeadModel:
         return out, hidden, (cache,)
 
     def propose(
-        self, leaves: Leaves, last: Computed, room: jax.Array, caches: Caches, state: SlotState, attend_to: AttendTo
+        self, leaves: Leaves, last: ServedTokens, room: jax.Array, caches: Caches, state: SlotState, attend_to: AttendTo
     ) -> tuple[jax.Array, Caches]:
-        """See `DraftModel.propose`. It begins with the hidden state of the position before the row's last token."""
         assert state.hidden is not None and state.hidden_at is not None
         head, tokens, drafts = self.bind(leaves[self.first_leaf :]), last.tokens, []
-        first = tokens.positions - 1
+        first = tokens.positions - 1  # of the hidden state that a row's last token follows
         hidden, known = kept_hidden(state, tokens.slots, first)
         index, token = jnp.arange(room.shape[0], dtype=jnp.int32), tokens.token_ids
         for place in range(self.count):
@@ -214,7 +220,9 @@ def keep_hidden(state: SlotState, tokens: TokenInput, hidden: jax.Array) -> Slot
 
 
 def behind(tokens: TokenInput, hidden: jax.Array, state: SlotState) -> tuple[TokenInput, jax.Array]:
-    """Return where a head runs for a step's T tokens, as many of each row, and the hidden states [T, D] it begins with.
+    """Return the T tokens that a head computes in a step, and the hidden states [T, D] before them.
+
+    Each row has as many of them as in the step.
 
     The token at p and the hidden state of p - 1 make position p - 1. A row whose slot does not keep the first of these
     hidden states runs at its tokens' own positions, with the tokens behind them, and with the last one twice.

@@ -41,7 +41,7 @@ from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.sharded import MeshAttention
 from jaxserve.ops.state import StateArrays, StateBackend, StateRows
 from jaxserve.ops.state.sharded import MeshStates
-from jaxserve.runtime.draft_model import Computed, DraftHeadModel, DraftModel
+from jaxserve.runtime.draft_model import Guesser, ServedTokens
 from jaxserve.runtime.kv_cache import AnyCache, LayerCache, StateCache
 from jaxserve.runtime.sampling.logprobs import pack_logprobs_with_ids
 from jaxserve.runtime.sampling.sampler import ExtraInputs, RowsToSample, Sampled, sample
@@ -94,7 +94,7 @@ class StepPrograms:
     mesh: Mesh | None = None
     normalize_embeddings: bool = True
     per_token: bool = False
-    guesses: DraftModel | DraftHeadModel | None = None
+    guesses: Guesser | None = None
     max_drafts: int = 0  # of a row of decode_hidden
     states: StateBackend | None = None  # of layers with a recurrent state
     lora: AdapterShape | None = None
@@ -245,7 +245,7 @@ class StepPrograms:
             """Return the attention of rows of one token each."""
             return self._attention(caches, state, tokens, decode_only=True)
 
-        last = Computed(self.bind(leaves), tokens, ())
+        last = ServedTokens(self.bind(leaves), tokens, ())
         drafts, new = self.guesses.propose(leaves, last, room, of_guesses, state, attend_to)
         return cast(Caches, (*own, *new)), drafts
 
@@ -341,7 +341,7 @@ class StepPrograms:
             """Return the attention of tokens in the same rows."""
             return attend if others is tokens else self._attention(caches, state, others, decode_only=decode_only)
 
-        step, guesses = Computed(model, tokens, tuple(taps.states) or (hidden,)), self.guesses
+        step, guesses = ServedTokens(model, tokens, tuple(taps.states) or (hidden,)), self.guesses
 
         def follow(of_guesses: Caches, kept: Kept) -> tuple[Caches, Kept]:
             """Let the draft model compute the tokens too -> (its caches, what slots keep for a head)."""

@@ -36,7 +36,7 @@ from jaxserve.runtime.adapters import AdapterArrays
 from jaxserve.runtime.compilation.attention_sizes import compute_capability, serving_backend
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import Program, compile_all, compiler_options
-from jaxserve.runtime.draft_model import DraftHeadModel, DraftModel, check_draft_model, kept_positions
+from jaxserve.runtime.draft_model import DraftHeadModel, DraftModel, Guesser, check_draft_model, kept_positions
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import AnyCache, LayerCache
 from jaxserve.runtime.memory import MemoryPlan
@@ -150,8 +150,7 @@ class RunnerSetup:
             check_draft_model(draft.config, loaded.config)
             linear_of_draft = chosen_products(config, draft, mesh, backend)
             check_reach(draft, linear_of_draft)
-            place = own, len(layers), draft_layers, linear_of_draft, config.max_drafts
-            guesses = _make_guesses(draft, place, linear)
+            guesses = _make_guesses(draft, own, len(layers), config.max_drafts, linear_of_draft, of_model=linear)
         layers = (*layers, *draft_layers)
         steps = StepPrograms(
             bind=bind,
@@ -334,17 +333,22 @@ class RunnerSetup:
 
 
 def _make_guesses(
-    draft: LoadedModel, place: tuple[int, int, tuple[LayerCache, ...], Products, int], of_model: Products
-) -> DraftModel | DraftHeadModel:
-    """Make the device side of a draft model or head.
-
-    place: the fields of DraftModel from `first_leaf` on. of_model: the served model's products
-    """
+    draft: LoadedModel, first_leaf: int, first_layer: int, count: int, linear: Products, *, of_model: Products
+) -> Guesser:
+    """Make the device side of a draft model or head. The arguments: see `Guesser` and `DraftHeadModel`"""
     own = (slice(len(draft.leaves)),)  # the arrays of adapters come behind them
     if draft.config.head is None:
-        return DraftModel(functools.partial(_bind_some, draft.bind, own), *place)
-    bind = functools.partial(_bind_some, draft.structure.bind_head, own)
-    return DraftHeadModel(bind, *place, taps=taps_of(draft.config), of_model=of_model)
+        bind = functools.partial(_bind_some, draft.bind, own)
+        return DraftModel(first_leaf=first_leaf, first_layer=first_layer, linear=linear, count=count, bind=bind)
+    return DraftHeadModel(
+        first_leaf=first_leaf,
+        first_layer=first_layer,
+        linear=linear,
+        count=count,
+        taps=taps_of(draft.config),
+        bind=functools.partial(_bind_some, draft.structure.bind_head, own),
+        of_model=of_model,
+    )
 
 
 def _bind_some(
