@@ -20,7 +20,7 @@ from jaxserve.models.layers import AttendFn, Attention, Cache, Linear, RopeTable
 from jaxserve.ops.linear import Products
 
 
-class GatedAttention(Attention):
+class MuseAttention(Attention):
     """Attention whose result, [T, N * H], is multiplied by sigmoid(gate_proj(x))."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
@@ -41,7 +41,7 @@ class MuseGlimmerForCausalLM(CausalLM):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
-        return SandwichLayer(config.replace(norm_offset=1.0), dtype, GatedAttention(config, dtype))
+        return SandwichLayer(config.replace(norm_offset=1.0), dtype, MuseAttention(config, dtype))
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Embed token_ids int32 [T] -> [T, D], the input of the first layer."""
