@@ -76,15 +76,18 @@ def num_parts(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of the tower whose weights are arguments of a program. indices: of its weights among the model's leaves"""
+class TowerModule:
+    """A module of the tower, whose weights are arguments of a program.
+
+    indices: of its weights among the model's leaves
+    """
 
     graphdef: nnx.GraphDef
     treedef: Any
     indices: tuple[int, ...]
 
     @classmethod
-    def of(cls, structure: ModelStructure, path: Sequence[str | int]) -> Piece:
+    def of(cls, structure: ModelStructure, path: Sequence[str | int]) -> TowerModule:
         """Find the module of the model at `path`, which begins with `visual`."""
         shapes = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in structure.specs)
         module: Any = structure.bind(shapes)  # pyright: ignore[reportArgumentType]  structs in place of arrays
@@ -100,14 +103,15 @@ class Piece:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     def chosen(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the piece's weights among the model's leaves, arrays or structs [shape]."""
+        """Return the module's weights among the model's leaves, arrays or structs [shape]."""
         return tuple(leaves[index] for index in self.indices)
 
 
 class TowerPrograms:
     """The programs of a tower: the functions, and their arguments for the compiler.
 
-    pieces: patches of the programs -> what runs for pictures of as many. pool_shape: [parts, E, D] of the pool of rows
+    pieces: those that pictures run through, by the patches of their programs. pool_shape: [parts, E, D] of the pool of
+    rows
     """
 
     def __init__(self, structure: ModelStructure, limits: TowerLimits) -> None:
@@ -117,12 +121,12 @@ class TowerPrograms:
         self.pieces = {size: config.pieces(num_parts(size)) for size in limits.sizes}
         self.dtype = structure.activation_dtype
         self.pool_shape = config.row_parts, limits.num_rows, config.out_size
-        self.start = Piece.of(structure, ("visual", "patch_embed"))
-        self.table = Piece.of(structure, ("visual", "pos_embed")) if config.table else None
-        self.blocks = [Piece.of(structure, ("visual", "blocks", index)) for index in range(config.depth)]
+        self.start = TowerModule.of(structure, ("visual", "patch_embed"))
+        self.table = TowerModule.of(structure, ("visual", "pos_embed")) if config.table else None
+        self.blocks = [TowerModule.of(structure, ("visual", "blocks", index)) for index in range(config.depth)]
         late = range(len(config.deepstack))
-        self.deep = [Piece.of(structure, ("visual", "deepstack_merger_list", index)) for index in late]
-        self.end = Piece.of(structure, ("visual", "merger"))
+        self.deep = [TowerModule.of(structure, ("visual", "deepstack_merger_list", index)) for index in late]
+        self.end = TowerModule.of(structure, ("visual", "merger"))
 
     @property
     def num_bytes(self) -> int:
@@ -225,9 +229,10 @@ def _mark(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _InProgress:
-    """Pictures that are being encoded: their states after the pieces that ran, and their layout on the host.
+    """Pictures that are being encoded.
 
-    projected: of the block whose first half has begun
+    size: patches of their programs. x: their states [P, D] after the pieces that ran. layout: on the host
+    projected: of the block whose first half has begun; None: no first half has
     """
 
     size: int
