@@ -465,14 +465,17 @@ ROWS: list[tuple[str, Answer]] = [
      "--msprobe-dump-config --kv-canary* --enable-layerwise-nvtx-* --profiler-config --enable-trace-replay! "
      "--spec-trace-dir", _DEBUG),
 
+    # adapters
     ("--max-loras --max-loras-per-batch", Key("lora.slots")),
     ("--max-lora-rank", Key("lora.max_rank")),
-
-    # not supported yet
+    ("--max-cpu-loras", NoEffect("an adapter stays in the memory of the host until it is unloaded")),
+    ("--max-loaded-loras", Refused("leave it out: adapters stay in the memory of the host until they are unloaded")),
     ("--enable-lora!", _LORA_SWITCH),
-    ("--lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
+    ("--lora-* --max-lora* --fully-sharded-loras! --default-mm-loras "
      "--specialize-active-lora! --enable-lora-* --enable-mixed-moe-lora-format! --enable-moe-shared-loras! "
      "--enable-tower-connector-lora! --experts-shared-outer-loras --qlora-adapter-name-or-path --uno-lora-path", _LORA),
+
+    # speculation
     ("--speculative-algorithm", Key("speculation.method", words={
         "ngram": "ngram", "standalone": "draft_model", "eagle3": "eagle3", "nextn": "mtp"})),
     ("--speculative-draft-model-path --speculative-draft-model", Key("speculation.draft_model")),
@@ -490,6 +493,8 @@ ROWS: list[tuple[str, Answer]] = [
         "prompt_lookup_max": "speculation.prompt_lookup_max",
     })),
     ("--speculative-* --spec-* --enable-multi-layer-eagle!", _SPECULATION),
+
+    # images, audio, video
     ("--allowed-media-domains", Key("media.allowed_hosts")),
     ("--enable-multimodal --mm-* --allowed-local-media-path --media-* "
      "--enable-mm-* --interleave-mm-strings! --skip-mm-profiling! --video-* --disable-chunked-mm-input! "
@@ -497,6 +502,8 @@ ROWS: list[tuple[str, Answer]] = [
      "--image-processor-backend --disable-fast-image-processor! --asr-*", _MEDIA),
     ("--language-model-only!", Key("media.max_items", const="0")),
     ("--limit-mm-per-prompt --limit-mm-data-per-request", Key("media.max_items", fields={"image": "media.max_items"})),
+
+    # recurrent states
     ("--mamba-* --enable-mamba-* --max-mamba-cache-size --linear-attn-* --gdn-prefill-backend --kda-* --use-replayssm! "
      "--replayssm-buffer-len --enable-linear-replayssm* --linear-replayssm-cache-len --enable-int8-mamba-checkpoint! "
      "--int8-mamba-ckpt-size", _STATE),

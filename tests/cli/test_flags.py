@@ -145,6 +145,7 @@ def test_a_flag_is_taken(words: str, key: str, value: object) -> None:
         ("--no-enable-lora", "no effect: it is off"),
         ("--enable-lora --max-loras 4", "--enable-lora has no effect: lora.slots is set"),
         ("--lora.slots 4 --enable-lora", "--enable-lora has no effect: lora.slots is set"),
+        ("--max-cpu-loras 8", "no effect: an adapter stays in the memory of the host until it is unloaded"),
         ("--compilation-config.level 3", "no effect: programs of fixed shapes are compiled before the server is ready"),
     ],
 )
@@ -157,6 +158,7 @@ def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:
     ("words", "message", "fix"),
     [
         ("--enable-lora", "--enable-lora is no flag of jaxserve", "write --max-loras N beside it"),
+        ("--max-loaded-loras 8", "--max-loaded-loras is no flag of jaxserve", "until they are unloaded"),
         ("--speculative-config {}", "{} should be a JSON object", "some of method, model"),
         ('--speculative-config {"method":"eagle","model":"DIR"}', "speculation.method", None),
         ('--speculative-config {"method":"mtp","model":"DIR"}', "for the methods draft_model and eagle3", None),
