@@ -241,7 +241,7 @@ _RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default
 
 @contextlib.contextmanager
 def recorded_request() -> Iterator[RequestRecord]:
-    """Record what the request uses that is answered in this context."""
+    """Record the tokens and times of the request that is answered in this context."""
     record = RequestRecord()
     token = _RECORD.set(record)
     try:

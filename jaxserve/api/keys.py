@@ -304,7 +304,7 @@ class KeyUsages:
         self.reload(keys)
 
     def reload(self, keys: Iterable[ApiKey]) -> None:
-        """Take the keys of a configuration that was read again. What a key that is still there has used stays."""
+        """Take the keys of a configuration that was read again. A key that stays keeps its counts."""
         found = {usage.tenant.name: usage for usage in (_usage(key, self._max_num_seqs, self._clock) for key in keys)}
         if found:
             found.setdefault("", KeyUsage(Tenant()))

@@ -396,7 +396,7 @@ class ServerState:
 
     @cached_property
     def picture_placeholder(self) -> str:
-        """The text of the token that stands for a picture. Raises ConfigError if it is no special token."""
+        """The text of the token that stands for a picture. Raises ConfigError if it is not a special token."""
         info = self.engine.info.pictures
         text = None if info is None else self.engine.tokenizer.id_to_token(info.token_id)
         if text is None or text not in self.engine.tokenizer.special_texts:

@@ -260,7 +260,7 @@ def http_config(
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """Leave out uvicorn's error that 0 tasks are cancelled: a client that keeps an idle TLS connection is no error."""
+    """Leave out uvicorn's error that 0 tasks are cancelled: an idle TLS connection is not one."""
     return not (record.levelno == logging.ERROR and record.msg.startswith("Cancel %s running") and record.args == (0,))
 
 

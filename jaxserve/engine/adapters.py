@@ -144,7 +144,7 @@ class Adapters:
         return {"adapter_loads": self._slots.num_loads, "adapter_waits": self._slots.num_waits}
 
     def statuses(self) -> list[AdapterStatus]:
-        """Return all loaded adapters, and free what nobody needs any more."""
+        """Return all loaded adapters. Drops the tensors that no name and no request needs any more."""
         self._sweep()
         return [self._status(name) for name in self._named]
 

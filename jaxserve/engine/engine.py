@@ -574,7 +574,7 @@ class TextEngine:
         """Load an adapter under a name, or replace the one that has it; return NAME@VERSION. Nothing is compiled.
 
         source: directory of peft's save_pretrained, or arrays by peft's names, which are copied
-        config: with arrays, what adapter_config.json would have, such as r and lora_alpha
+        config: of arrays, the fields of an adapter_config.json, such as r and lora_alpha
         pinned: whether it stays on the devices
 
         Requests that have begun with an adapter end with it. Answers have NAME@VERSION among their `weight_versions`.
@@ -680,7 +680,7 @@ def content_of(prompt: Any) -> str | list[int]:
 
 
 def params_for(batch: list[Prompt], params: Params | Sequence[Params] | None) -> list[SamplingParams]:
-    """Return the params of each prompt. Raises InvalidValueError for what are no params, or too many or too few."""
+    """Return the params of each prompt. Raises InvalidValueError for other values, too many or too few."""
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [_one_params(params)] * len(batch)
     if isinstance(params, str) or not isinstance(params, Sequence):

@@ -259,21 +259,21 @@ def with_drafts(config: Config, served: LoadedModel, platform: str) -> tuple[Con
 
 
 def _read_size(model: ModelConfig, structure: ModelStructure) -> Size:
-    """Return what a step of one token reads of a model."""
+    """Return the size of the part of a model that a step of one token reads."""
     embedding = structure.specs[0]  # of which a token reads one row, unless it is the head too
     unread = 0 if model.tie_word_embeddings else embedding.num_parameters * jnp.dtype(embedding.dtype).itemsize
     experts = (1, 1) if model.moe is None else (model.moe.num_experts, model.moe.experts_per_token)
     return Size(model.num_layers, structure.num_bytes - unread, experts)
 
 
-def _source(section: SpeculationSection) -> str | None:
-    """Return where guesses come from, in words; "" if there are none."""
+def _source(section: SpeculationSection) -> str:
+    """Return the source of drafts in words; "" if there is none."""
     of_method = {"off": "", "ngram": "n-grams", "mtp": "the checkpoint's own head (MTP)"}
-    return of_method.get(section.source, section.draft_model)
+    return of_method.get(section.source) or section.draft_model or ""
 
 
 def _pictures(runner: ModelRunner | EncoderRunner) -> PictureInfo | None:
-    """Return what the tower takes; None: the model has none, or it was not loaded."""
+    """Describe the pictures that the tower takes; None: the model has none, or it was not loaded."""
     limits = runner.tower_limits if isinstance(runner, ModelRunner) else None
     if limits is None or not isinstance(runner, ModelRunner) or runner.structure.config.vision is None:
         return None

@@ -141,7 +141,7 @@ def shown_progress(fields: dict[str, Any], unit: str) -> Iterator[None]:
 
 
 def each_of(conversations: Any) -> Sequence[Any]:
-    """Return several conversations. Raises InvalidValueError for what is no list, and for one conversation."""
+    """Return several conversations. Raises InvalidValueError if it is not a list, or one conversation."""
     if isinstance(conversations, str | bytes | Mapping) or not isinstance(conversations, Sequence):
         message = f"conversations are a list of lists of messages, not {type(conversations).__name__}"
         raise InvalidValueError(message, param="messages")

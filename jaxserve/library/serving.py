@@ -87,7 +87,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _word(value: Any) -> str:
-    """Return a value as a word of a command line. What is no JSON, such as a class, is shown as a text."""
+    """Return a value as a word of a command line. A value that JSON lacks, such as a class, becomes text."""
     return json.dumps(value, default=str) if isinstance(value, bool | dict | list) else str(value)
 
 

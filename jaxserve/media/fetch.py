@@ -154,7 +154,7 @@ class Fetcher:
 
 
 def _looked_up(host: str, port: int, deadline: float) -> list[tuple[Any, ...]]:
-    """Return what getaddrinfo says of a host. Raises OSError, at the deadline too, and UnicodeError.
+    """Return the addresses of a host, as getaddrinfo does. Raises OSError, at the deadline too, and UnicodeError.
 
     getaddrinfo takes no timeout, and a resolver that is silent holds it for 30 s by default. So it runs in a thread
     that is left behind at the deadline.

@@ -4,7 +4,7 @@ A head is one layer of the decoder. At position p it takes the model's hidden st
 at p + 1, and its result stands for the token at p + 2. Then it goes on with its own result in place of the model's:
 
     MTP      x = join [norm_e(embedding), norm_h(hidden)];  y = layer(x);  logits = model's head(norm(y))
-    EAGLE-3  h = fc [three hidden states inside the model], of further guesses its own last h;
+    EAGLE-3  h = fc [three hidden states inside the model], and for further guesses its own last y;
              y = h + attention [norm_e(embedding), norm_h(h)];  y = y + mlp(norm(y));  logits = own head(norm(y))
 
 MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), MiMo, Qwen3-Next and others, which
@@ -34,7 +34,7 @@ from jaxserve.ops.linear import Products
 
 
 class DraftHead(nnx.Module):
-    """The interface of a head. taps: as of `decoder.Taps`; (): it reads the hidden states after the final norm."""
+    """The interface of a head. taps: `decoder.Taps.layers`; (): it reads the hidden states after the final norm."""
 
     taps: tuple[int, ...] = ()
 
@@ -50,7 +50,7 @@ class DraftHead(nnx.Module):
 
     @abstractmethod
     def guess(self, out: jax.Array, model: CausalLM, linear: Products, of_model: Products) -> jax.Array:
-        """Return the likeliest token of each row of out [R, D], int32 [R]. model: the one that it guesses for"""
+        """Return the likeliest token of each row of out [R, D], int32 [R]. model: whose tokens it guesses"""
 
 
 class Predictor(DraftHead):
@@ -181,7 +181,7 @@ def taps_of(head: ModelConfig) -> tuple[int, ...]:
 
 
 def with_taps(head: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Return the configuration of an EAGLE-3 head that names the layers of `model` that it reads."""
+    """Return an EAGLE-3 head's configuration with the layers of `model` that it reads. Others have none."""
     if not isinstance(head.head, EagleHead) or head.head.taps:
         return head
     layers = model.num_layers
@@ -198,7 +198,7 @@ UNDER_MTP = (  # the names of a head below `mtp.`, of Qwen3-Next and others
 
 
 def of_deepseek(layer: int, norm: str = "shared_head.norm.", *, feeds_normed: bool = False) -> PredictorHead:
-    """Return the head of DeepSeek-V3, GLM-4.5 and Hy3, whose tensors are those of a layer behind the model's last.
+    """Return the head of DeepSeek-V3, GLM-4.5 and Hy3, whose tensors have the names of one more layer.
 
     norm: what the last norm is called there
     """

@@ -27,7 +27,7 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True, eq=False)
 class AdapterArrays:
-    """Shapes and shardings of the arrays: the stacks, and the table, the adapter's slot of each request, int32 [S]."""
+    """The shapes and shardings of the stacks, and of the table: the adapter of each slot of requests, int32 [S]."""
 
     adapted: AdaptedStructure
     max_num_seqs: int

@@ -208,7 +208,7 @@ def plan_states(num_bytes: int | None, sizes: Sizes, asked: int | None = None) -
     """Return the number of recurrent states; 0 if no layer has one.
 
     It is `asked`, if that is given. Else it is one for each request that may run and one that is cached for each, but
-    at most what half of `num_bytes`, the bytes of the cache, holds, and at least 2. num_bytes None: any number
+    at most as many as half of `num_bytes`, the bytes of the cache, holds, and at least 2. num_bytes None: any number
     """
     if not sizes.state_page_bytes:
         return 0

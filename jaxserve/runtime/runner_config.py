@@ -124,7 +124,7 @@ class RunnerConfig:
 def _state_borders(config: Config, model: ModelConfig, platform: str, page_size: int) -> tuple[int, int]:
     """Return (interval, border) of the recurrent states that are kept, in tokens; (0, 0) for a model without.
 
-    Raises ConfigError for what does not work with them yet.
+    Raises ConfigError for a key that does not work with them yet.
     """
     states = [state for state in model.layer_states if state is not None]
     if not states:

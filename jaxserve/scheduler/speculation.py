@@ -8,9 +8,9 @@ the rates so far. For TRIAL tokens after they were worth it for a row, steps ask
 change by drafts that were compared. When no row is on trial any more, or there are so many rows that even right drafts
 would not be worth it, the draft model rests: steps leave its layers out, and cost what they cost without it.
 
-A row that had steps without it goes on, and so does its rate. Its pages then lack some K and V of the draft model, for
-which those of other tokens stand. So its guesses are worse, and count like any others as soon as another row, or one
-row less, makes steps ask again. A request that starts anew is on trial.
+A row that had steps without it goes on with its rate. Its pages then have K and V of other tokens where the draft model
+rested. So its guesses are worse. They count like any others as soon as steps ask again, because another row came or one
+row less is there. A request that starts anew is on trial.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jaxserve.speculation.ngram import Drafter, DraftMasks, DraftRecord, allot
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import DraftCounters, Request, SchedulerOutput
 
+# A draft model that is never right rests after 64 tokens at the latest, by TRIAL and PATIENCE.
 PROBE = 16  # steps without drafts after which the device proposes some to be compared
 TRIAL = 48  # tokens for which a row's drafts are awaited after they were worth it, or since it began
 PATIENCE = 12  # steps without hope, which many rows at once may cause, after which the draft model rests
@@ -116,7 +117,7 @@ class Speculation:
     def _allot(self, num_rows: int, offers: list[tuple[float, int]], seconds_before: float = 0.0) -> list[int] | None:
         """Return how many drafts each offer gets, see `allot`; None: no drafts are worth a step.
 
-        seconds_before: what making the drafts will take. Forced drafts and those that the device has made cost nothing.
+        seconds_before: that making the drafts will take; 0 for forced drafts and for drafts that the device has made
         """
         return allot(num_rows, offers, self._config.verify_sizes, self._config.step_times, seconds_before)
 

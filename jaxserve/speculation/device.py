@@ -50,7 +50,7 @@ def speedup(platform: str, served: Size, draft: Size, count: int) -> float:
 class DeviceDrafts:
     """The `Drafter` of a draft model or head. Its guesses arrive with the tokens of the step before.
 
-    vocab_size: of the served model. A guess outside of it is no token
+    vocab_size: of the served model. Drafts end at the first number outside of it
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -58,7 +58,7 @@ class DeviceDrafts:
         self._found: dict[str, tuple[int, list[int]]] = {}  # by request: position of the first draft, and the drafts
 
     def take(self, request: Request, drafts: Sequence[int]) -> None:
-        """Keep the drafts that follow a request's known tokens, up to the first that is no token, such as -1."""
+        """Keep the drafts that follow a request's known tokens, up to the first that is not a token, such as -1."""
         tokens = itertools.takewhile(lambda draft: 0 <= draft < self._vocab_size, drafts)
         self._found[request.request_id] = request.num_tokens, list(tokens)
 

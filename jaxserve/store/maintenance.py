@@ -3,7 +3,7 @@
 A backup is a directory with the files of a store: the database, the contents of files and the key of sealed answers.
 The database is copied first, as it is at one moment, and then the contents that it knows. These never change, so the
 copy is whole although the server writes on; a file that was deleted meanwhile is missing in it, and the start hides it.
-The mark is written last: a directory without it is no backup.
+The mark is written last: a directory without it is not a backup.
 """
 
 from __future__ import annotations

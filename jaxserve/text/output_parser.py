@@ -778,7 +778,7 @@ class _Pipeline:
 
 
 def thoughts_of(form: ThinkingForm) -> _Pipeline | HarmonyThoughts:
-    """Return what divides an output of this form into reasoning and answer, and keeps all of its text."""
+    """Return the parser that divides an output of this form into reasoning and answer, and keeps all of its text."""
     tags = think_tags(form.family, form.calls)
     if tags is None:
         return HarmonyThoughts()

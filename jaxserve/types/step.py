@@ -50,7 +50,7 @@ class SlotInit:
 class RowPictures(NamedTuple):
     """The pictures of a row's tokens.
 
-    rows        int32 [num_tokens]: the token's row in the pool of rows; -1: it is no picture's
+    rows        int32 [num_tokens]: the token's row in the pool of rows; -1: it is text
     shifts      int32 [3, num_tokens], see `picture.position_shifts`
     """
 
@@ -59,7 +59,7 @@ class RowPictures(NamedTuple):
 
 
 class EncodePart(NamedTuple):
-    """Pieces [first, last) of a tower, to run on pictures together. Their parts follow each other, no others between.
+    """Pieces [first, last) of a tower, to run on some pictures together. Parts of other pictures never come between.
 
     pictures    to start with, if first is 0
     rows        of the pool for the tokens of all pictures, which get the result when the last piece was run. A number

@@ -31,7 +31,7 @@ _NO_URLS = "This server takes images as data: URLs; set media.allowed_hosts to f
 
 @dataclass(eq=False)
 class PicturePart:
-    """A picture in a message's list of parts. It is no JSON value, and no template gets it.
+    """A picture in a message's list of parts. It is not JSON: templates get `SHOWN_PART` in its place.
 
     text: a data: URL, a URL, or base64 if `is_base64`. param: the body's field. detail, min_pixels, max_pixels: see
     `PictureSettings.within`. source: the bytes that `text` names, once they were read or fetched

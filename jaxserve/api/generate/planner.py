@@ -260,7 +260,7 @@ async def rendered_chat(prompt: ChatPrompt, state: ServerState) -> RenderedChat:
 
 
 def _check_pictures(prompt: ChatPrompt) -> None:
-    """Raise UnsupportedParameterError for what does not go with pictures."""
+    """Raise UnsupportedParameterError for a parameter that does not work with pictures."""
     others = {
         "truncate_prompt_tokens": prompt.truncation.keep is not None,
         "use_beam_search": prompt.mode.beam_length_penalty is not None,

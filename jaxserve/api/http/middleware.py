@@ -218,7 +218,7 @@ def _unknown_key(kind: str, *, given: bool) -> AuthenticationError:
 class ReadinessGate:
     """Answer 503 with Retry-After while the engine loads or drains, and 429 while its queue is full.
 
-    Answers to a key with limits have OpenAI's headers of what is left of them.
+    Answers to a key with limits have OpenAI's headers, which tell the rest of each limit.
 
     The queue is checked before the body is read, so that a refusal takes 0.2 ms instead of 1 ms. Under overload most
     requests are refused.

@@ -1,4 +1,4 @@
-"""The pages of recurrent states: what running requests hold, and which states the prefix cache keeps. No jax.
+"""The pages of recurrent states: the states of running requests, and the states that the prefix cache keeps. No jax.
 
 A layer with a recurrent state summarises all tokens so far, so a page of this group is one whole state: of all such
 layers, after some number of tokens. A request owns one page, its state, and needs no other as it grows. The prefix

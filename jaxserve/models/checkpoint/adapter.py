@@ -103,7 +103,7 @@ def highest_rank(directory: Path) -> int:
 
 
 def adapter_of(tensors: Mapping[str, Any], config: Mapping[str, Any], adapted: AdaptedStructure) -> Adapter:
-    """Make an adapter of arrays by peft's names, which are copied. config: what adapter_config.json has.
+    """Make an adapter of arrays by peft's names, which are copied. config: the fields of adapter_config.json.
 
     Raises ModelLoadError that names the tensor or key, for numbers that are not finite too: one NaN would reach the
     rows of all other adapters.

@@ -52,7 +52,7 @@ class HeldTensor:
 
 
 class FileState(NamedTuple):
-    """What tells whether a file is the same as before: where it lies, its size, and the time of its last change."""
+    """The place of a file, its size and the time of its last change. If they are equal, so is the file."""
 
     device: int
     number: int
@@ -146,7 +146,7 @@ class Checkpoint:
         return dataclasses.replace(self, tensors=tensors, duplicate=(*self.duplicate, *twice))
 
     def unused(self, patterns: Iterable[str]) -> list[str]:
-        """Return what each expression finds at the beginning of tensors' names, with the number of these tensors."""
+        """Return the beginnings of tensors' names that the expressions match, with the number of tensors of each."""
         found = [match[0] for name in self.tensors for each in patterns if (match := re.match(each, name))]
         return [f"{start} ({number} tensors)" for start, number in sorted(Counter(found).items())]
 

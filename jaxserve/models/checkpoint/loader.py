@@ -389,7 +389,7 @@ class Format(Protocol):
     """The weights of a model's files in one format."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        """Return the config with what only the weights tell, such as their quantization and whether there is a head."""
+        """Return the config with the fields that the weights decide: their quantization, whether there is a head."""
         ...
 
     def check(self, structure: ModelStructure) -> None:

@@ -46,7 +46,7 @@ def flattened(hf: Json) -> dict[str, Any]:
     """Return the keys of a parsed config.json that are about the language model, those of `text_config` on top.
 
     Whether the head is the table of embeddings is the outer model's to say, if it says so, as in transformers. Raises
-    ValueError if `text_config` is no object.
+    ValueError if `text_config` is not an object.
     """
     text = hf.get("text_config")
     if text is None:

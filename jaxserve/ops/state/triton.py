@@ -35,7 +35,7 @@ class TritonStates(XlaStates):
     def advance_short(
         self, step: Step, live: jax.Array, out: jax.Array, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Advance the short rows, see `XlaStates.advance_short`. Sizes that are no powers of two are XLA's."""
+        """Advance the short rows, see `XlaStates.advance_short`. XLA's code serves sizes that are not powers of two."""
         spec = step.spec
         if spec.k_dim & (spec.k_dim - 1) or spec.v_dim % self.columns:
             return super().advance_short(step, live, out, pool)
