@@ -172,10 +172,12 @@ class Scheduler:
         self._step = 0  # number of the last scheduled step
         self._last_read = 0  # number of the last step whose tokens were read
         self._ratio = NewTokenRatio(config.new_token_ratio)
-        self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
-        if self.kv.states is not None:
-            follow = self.kv.served, self.kv.num_usable
-            self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache, *follow)
+        if self.kv.states is None:
+            self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
+        else:
+            self._prefills = PrefillsInProgress(
+                config.page_size, config.prefix_cache, self.kv.served, self.kv.num_usable
+            )
         self._progress = PromptProgress(self.kv, self._prefills)
         self.batch_policy = make_policy(config)
         self.step_sizes = config.step_sizes
@@ -237,7 +239,8 @@ class Scheduler:
         """End the requests whose deadline or queue timeout has passed. Returns their last outputs."""
         outputs: list[TokenOutput] = []
         self.kv.held.expire(now)
-        for request in map(self._live.get, self._timers.due(now)):
+        for request_id in self._timers.due(now):
+            request = self._live.get(request_id)
             if request is not None and (message := overdue(request, now, self.config.queue_timeout)):
                 outputs.append(self._finish(request, FinishReason.ERROR, error=message, error_status=504))
         return outputs
