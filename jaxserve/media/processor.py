@@ -30,7 +30,7 @@ _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLIma
 _PROCESSORS += ("Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
 _DEFAULT_PIXELS = (56 * 56, 28 * 28 * 1280)  # the class's own, for files that say nothing
 _BICUBIC = 3
-_TEXT_ONLY = "pictures of this model cannot be read; serve it with a text-only checkpoint"
+_TEXT_ONLY = "set media.max_items: 0, with which the model is served as text"
 
 
 class PictureSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ def read_settings(directory: Path, info: PictureInfo) -> PictureSettings:
     most = found.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _DEFAULT_PIXELS[1]
     area = (info.patch_size * info.merge_size) ** 2
     if not all(type(each) is int and each > 0 for each in (least, most)):
-        raise ConfigError(f"the picture sizes of {directory} are no whole numbers", fix="see preprocessor_config.json")
+        raise ConfigError(f"the picture sizes of {directory} are not whole numbers", fix=_TEXT_ONLY)
     most = max(area, min(most, info.max_tokens * area))
     return PictureSettings(
         patch_size=info.patch_size, merge_size=info.merge_size, min_pixels=min(least, most), max_pixels=most
@@ -149,4 +149,5 @@ def _check_config(found: Mapping[str, Any], info: PictureInfo) -> None:
             raise ConfigError(message, fix=_TEXT_ONLY)
     factor = found.get("rescale_factor")
     if factor is not None and (not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-9):
-        raise ConfigError(f"rescale_factor of the picture processor is {factor!r}; here it can be 1/255")
+        message = f"rescale_factor of the picture processor is {factor!r}; here it can be 1/255"
+        raise ConfigError(message, fix=_TEXT_ONLY)

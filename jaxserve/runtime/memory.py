@@ -315,12 +315,14 @@ def plan_host_pages(plan: MemoryPlan, page_bytes: Sequence[int], host_memory: in
     few.
     """
     if host_memory > (total := machine_memory()):
-        raise ConfigError(f"cache.host_memory is {_mib(host_memory)}, and the machine has {_mib(total)}")
+        message = f"cache.host_memory is {_mib(host_memory)}, and the machine has {_mib(total)}"
+        raise ConfigError(message, fix="lower cache.host_memory")
     own, *others = page_bytes
     shares = [min(1.0, group.num_pages / plan.num_pages) for group in plan.groups]
     num_pages = int(host_memory / (own + sum(share * size for share, size in zip(shares, others, strict=True))))
     if num_pages < 1:
-        raise ConfigError(f"cache.host_memory is {host_memory} bytes, and one page takes {own}")
+        message = f"cache.host_memory is {host_memory} bytes, and one page takes {own}"
+        raise ConfigError(message, fix="raise cache.host_memory, or leave it out")
     groups = []
     for group, share, size in zip(plan.groups, shares, others, strict=True):
         count, (kind, tokens) = int(num_pages * share), group.reach

@@ -158,11 +158,21 @@ def test_settings_come_from_the_files_of_the_model(tmp_path: Path) -> None:
     assert low.max_pixels == 4 * 32 * 32
 
 
-@pytest.mark.parametrize("found", [{"image_processor_type": "PixtralImageProcessor"}, {"resample": 2}, {"size": 224}])
-def test_a_processor_that_is_not_computed_is_refused(tmp_path: Path, found: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"image_processor_type": "PixtralImageProcessor"}, "image_processor_type"),
+        ({"resample": 2}, "resample"),
+        ({"size": 224}, "size"),
+        ({"min_pixels": 0.5}, "are not whole numbers"),
+        ({"rescale_factor": 1.0}, "rescale_factor"),
+    ],
+)
+def test_a_processor_that_is_not_computed_is_refused(tmp_path: Path, found: dict[str, object], said: str) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(found))
-    with pytest.raises(ConfigError, match=next(iter(found))):
+    with pytest.raises(ConfigError, match=said) as error:
         read_settings(tmp_path, INFO)
+    assert "media.max_items: 0" in str(error.value.fix)
 
 
 def test_the_processor_must_normalize_as_the_tower_does(tmp_path: Path) -> None:

@@ -53,9 +53,11 @@ def group_key(section: MeshSection) -> bytes:
     try:
         key = section.group_key_file.read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"mesh.group_key_file cannot be read: {error}") from error
+        fix = "set it to a file with a random text that the server may read, the same on each host"
+        raise ConfigError(f"mesh.group_key_file cannot be read: {error}", fix=fix) from error
     if len(key) < MIN_KEY:
-        raise ConfigError(f"mesh.group_key_file has {len(key)} characters, and {MIN_KEY} are needed")
+        message = f"mesh.group_key_file has {len(key)} characters, and {MIN_KEY} are needed"
+        raise ConfigError(message, fix="write a longer random text into the file on each host")
     return key
 
 
