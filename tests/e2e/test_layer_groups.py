@@ -6,25 +6,15 @@ cache, the chunks of prompts and the shortage of pages.
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jaxserve.engine.core import CoreOptions, EngineCore
-from jaxserve.models.checkpoint.hf_config import read_config
-from jaxserve.models.checkpoint.loader import load_model
-from jaxserve.runtime.mesh import make_mesh
+from jaxserve.engine.core import EngineCore
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.scheduling import GroupSizes, SchedulerConfig
+from jaxserve.types.scheduling import GroupSizes
+from tests.e2e import golden_runner
 from tests.e2e.test_windows import LONGEST, NEW, PAGE, crowd, tokens_of
-from tests.models import families
-from tests.models.checkpoints import write_checkpoint
-from tests.models.dense import dense_logits
-from tests.quick import quick_programs
 
 CASE = "gemma3"
 WINDOWS, CHUNKS = (12, None, 6), (None, 8, None)
@@ -32,39 +22,24 @@ WINDOWS, CHUNKS = (12, None, 6), (None, 8, None)
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[ModelRunner]:
-    tensors = families.golden_tensors(CASE)
-    directory = write_checkpoint(tmp_path_factory.mktemp(CASE), families.CASES[CASE], tensors)
-    mesh, model = make_mesh("cpu"), read_config(directory)
-    config = model.replace(layer_windows=WINDOWS, layer_chunks=CHUNKS, local_rope=None)
-    loaded = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh, config=config)
-    limits = RunnerConfig(
-        max_num_seqs=4,
+    _, made = golden_runner.start(
+        CASE,
+        tmp_path_factory.mktemp(CASE),
+        compile_cache,
+        {"layer_windows": WINDOWS, "layer_chunks": CHUNKS, "local_rope": None},
         max_num_batched_tokens=16,
         max_model_len=LONGEST,
         page_size=PAGE,
         num_pages=512,
-        cache_dtype=jnp.dtype("float32"),
         host_memory=2**20,
-        compile_cache=Path(compile_cache),
     )
-    with quick_programs():
-        made = ModelRunner(loaded, limits, mesh)
     yield made
     made.close()
 
 
 def core_of(runner: ModelRunner, **changes: Any) -> EngineCore:
     runner.rebuild()
-    sizes: dict[str, Any] = {
-        "num_pages": runner.plan.num_pages,
-        "groups": runner.plan.group_sizes,
-        "page_size": PAGE,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": LONGEST,
-    }
-    options = CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,))
-    return EngineCore(runner, SchedulerConfig(**(sizes | changes)), options)
+    return golden_runner.make_core(runner, **changes)
 
 
 def few(runner: ModelRunner) -> tuple[GroupSizes, ...]:
@@ -76,15 +51,8 @@ def few(runner: ModelRunner) -> tuple[GroupSizes, ...]:
 
 def test_tokens_of_layers_of_three_kinds_are_those_of_dense_attention(runner: ModelRunner) -> None:
     assert [group.reach for group in runner.plan.groups] == [("window", 12), ("chunk", 8), ("window", 6)]
-    prompts, model = crowd(), runner.structure
-    core = core_of(runner, prefix_cache=False)
-    expected = {}
-    for name, prompt in prompts.items():
-        expected |= tokens_of(core, {name: prompt})
-        ids = np.zeros(LONGEST, np.int32)
-        ids[: len(prompt) + NEW] = prompt + expected[name]
-        logits = np.asarray(dense_logits(model, runner.leaves, jnp.asarray(ids)))
-        assert logits[len(prompt) - 1 : len(prompt) + NEW - 1].argmax(axis=1).tolist() == expected[name]
+    prompts = crowd()
+    expected = golden_runner.tokens_alone(runner, lambda: core_of(runner, prefix_cache=False), prompts, NEW)
     for chunk in (None, 5):
         core = core_of(runner, prefill_chunk_size=chunk)
         for _ in range(2):  # the second time the cache is warm

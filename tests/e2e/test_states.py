@@ -8,7 +8,6 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,18 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.core import CoreOptions, EngineCore
-from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.engine.core import EngineCore
+from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.ops.state import StateArrays
-from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.scheduling import SchedulerConfig, StateSizes
+from jaxserve.types.scheduling import StateSizes
+from tests.e2e import golden_runner
 from tests.fakes import make_request, run_all
 from tests.models import families
-from tests.models.checkpoints import write_checkpoint
-from tests.models.dense import dense_logits
-from tests.quick import quick_programs
 
 PAGE, BORDER, LONGEST, NEW = 16, 64, 256, 30
 OTHERS = ("lfm2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5, deterministic")
@@ -50,16 +45,8 @@ class Served:
             jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache) if isinstance(cache, StateArrays) else cache
             for cache in runner.caches
         )
-        sizes: dict[str, Any] = {
-            "num_pages": plan.num_pages,
-            "page_size": PAGE,
-            "max_num_seqs": runner.config.max_num_seqs,
-            "max_num_batched_tokens": runner.config.max_num_batched_tokens,
-            "max_model_len": LONGEST,
-            "states": StateSizes(plan.num_state_pages, 2 * BORDER, BORDER),
-        }
-        options = CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,))
-        return EngineCore(runner, SchedulerConfig(**(sizes | changes)), options)
+        states = StateSizes(plan.num_state_pages, 2 * BORDER, BORDER)
+        return golden_runner.make_core(runner, **({"states": states} | changes))
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -67,12 +54,10 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ) -> Iterator[Served]:
     case, _, deterministic = request.param.partition(", ")
-    tensors = families.golden_tensors(case)
-    directory = write_checkpoint(tmp_path_factory.mktemp(case), families.STATE_CASES[case], tensors)
-    mesh = make_mesh("cpu")
-    model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
-    config = RunnerConfig(
-        max_num_seqs=4,
+    model, runner = golden_runner.start(
+        case,
+        tmp_path_factory.mktemp(case),
+        compile_cache,
         max_num_batched_tokens=128,
         max_model_len=LONGEST,
         page_size=PAGE,
@@ -80,13 +65,9 @@ def served(
         num_state_pages=6,
         state_interval=2 * BORDER,
         state_border=BORDER,
-        cache_dtype=jnp.dtype("float32"),
         deterministic=bool(deterministic),
-        compile_cache=Path(compile_cache),
     )
     arrays = np.load(families.GOLDENS / f"{case}.npz")
-    with quick_programs():
-        runner = ModelRunner(model, config, mesh)
     yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist())
     runner.close()
 
@@ -100,22 +81,13 @@ def crowd() -> dict[str, list[int]]:
 
 
 def tokens_of(core: EngineCore, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    transcripts = run_all(core, [make_request(name, prompt, max_tokens=NEW) for name, prompt in prompts.items()])
-    core.scheduler.check_integrity()
-    return {name: transcripts[name].token_ids for name in prompts}
+    return golden_runner.tokens_of(core, prompts, NEW)
 
 
 @pytest.fixture(scope="module")
 def expected(served: Served) -> dict[str, list[int]]:
-    """Of each prompt alone, without the cache: held to the model's logits over the whole sequence, with no pages."""
-    found: dict[str, list[int]] = {}
-    for name, prompt in crowd().items():
-        found |= tokens_of(served.core(prefix_cache=False), {name: prompt})
-        ids = np.zeros(LONGEST, np.int32)
-        ids[: len(prompt) + NEW] = prompt + found[name]
-        logits = np.asarray(dense_logits(served.model.structure, served.model.leaves, jnp.asarray(ids)))
-        assert logits[len(prompt) - 1 : len(prompt) + NEW - 1].argmax(axis=1).tolist() == found[name]
-    return found
+    """Of each prompt alone, without the cache."""
+    return golden_runner.tokens_alone(served.runner, lambda: served.core(prefix_cache=False), crowd(), NEW)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65, None])

@@ -12,24 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import _restore_pages, _scheduler_config
-from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.runtime.kv_cache import layer_groups, layer_reach
-from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.page_file import PageFileConfig
-from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.scheduling import UNTIMED, SchedulerConfig, Span
+from jaxserve.types.scheduling import UNTIMED, Span
+from tests.e2e import golden_runner
 from tests.fakes import groups_of, make_request, run_all
 from tests.models import families
-from tests.models.checkpoints import write_checkpoint
-from tests.models.dense import dense_logits
 from tests.quick import quick_programs
 from tests.waiting import wait_until
 
@@ -47,19 +43,9 @@ class Served:
 
     def core(self, **changes: Any) -> EngineCore:
         """A new scheduler over the compiled programs; the pages' old content must not matter."""
-        plan, config = self.runner.plan, self.runner.config
-        chunked = any(self.model.config.layer_chunks)
+        plan, chunked = self.runner.plan, any(self.model.config.layer_chunks)
         assert [group.reach for group in plan.groups] == [("chunk" if chunked else "window", WINDOW)]
-        sizes: dict[str, Any] = {
-            "num_pages": plan.num_pages,
-            "groups": groups_of(plan, changes),
-            "page_size": PAGE,
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "max_model_len": LONGEST,
-        }
-        scheduler = SchedulerConfig(**(sizes | changes))
-        return EngineCore(self.runner, scheduler, CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,)))
+        return golden_runner.make_core(self.runner, groups=groups_of(plan, changes), **changes)
 
 
 # gpt_oss and mistral differ most: some layers windowed, with sinks; and all of them. Layers of gemma4_e read other
@@ -73,24 +59,18 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ) -> Iterator[Served]:
     case, _, deterministic = request.param.partition(", ")
-    tensors = families.golden_tensors(case)
-    directory = write_checkpoint(tmp_path_factory.mktemp(case), families.CASES[case], tensors)
-    mesh = make_mesh("cpu")
-    model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
-    config = RunnerConfig(
-        max_num_seqs=4,
+    model, runner = golden_runner.start(
+        case,
+        tmp_path_factory.mktemp(case),
+        compile_cache,
         max_num_batched_tokens=16,
         max_model_len=LONGEST,
         page_size=PAGE,
         num_pages=512,
-        cache_dtype=jnp.dtype("float32"),
         deterministic=bool(deterministic),
         host_memory=2**21,
-        compile_cache=Path(compile_cache),
     )
     arrays = np.load(families.GOLDENS / f"{case}.npz")
-    with quick_programs():
-        runner = ModelRunner(model, config, mesh)
     yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist(), crowd())
     runner.close()
 
@@ -103,22 +83,13 @@ def crowd() -> dict[str, list[int]]:
 
 
 def tokens_of(core: EngineCore, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    requests = [make_request(name, prompt, max_tokens=NEW) for name, prompt in prompts.items()]
-    transcripts = run_all(core, requests)
-    return {name: transcripts[name].token_ids for name in prompts}
+    return golden_runner.tokens_of(core, prompts, NEW)
 
 
 @pytest.fixture(scope="module")
 def expected(served: Served) -> dict[str, list[int]]:
-    """Of each prompt alone, without the cache: held to the model's logits over the whole sequence, with no pages."""
-    found: dict[str, list[int]] = {}
-    for name, prompt in served.crowd.items():
-        found |= tokens_of(served.core(prefix_cache=False), {name: prompt})
-        ids = np.zeros(LONGEST, np.int32)
-        ids[: len(prompt) + NEW] = prompt + found[name]
-        logits = np.asarray(dense_logits(served.model.structure, served.model.leaves, jnp.asarray(ids)))
-        assert logits[len(prompt) - 1 : len(prompt) + NEW - 1].argmax(axis=1).tolist() == found[name]
-    return found
+    """Of each prompt alone, without the cache."""
+    return golden_runner.tokens_alone(served.runner, lambda: served.core(prefix_cache=False), served.crowd, NEW)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
