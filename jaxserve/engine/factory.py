@@ -351,7 +351,7 @@ def build_engine(
         matchers.warm_up()  # runs in a thread while the programs compile
 
     def ready() -> tuple[ModelRunner | EncoderRunner, ModelRunner | LeaderRunner | EncoderRunner, StepTimes]:
-        agree = _alone if group is None else group.agree
+        agree = (lambda plan: plan) if group is None else group.agree
         runner = make_runner(config, loaded, files, mesh, send, agree, draft)
         calls = runner if group is None or isinstance(runner, EncoderRunner) else LeaderRunner(group, runner)
         return runner, calls, _warm_up(runner, calls)
@@ -405,10 +405,6 @@ def _load_adapters(core: EngineCore, config: Config, runner: ModelRunner | Encod
             adapters.load_directory(entry.name, str(entry.path), pinned=entry.pinned)
         except HTTPError as error:
             raise ConfigError(f"lora.adapters: {error.message}", fix="correct the entry or leave it out") from error
-
-
-def _alone(plan: MemoryPlan) -> MemoryPlan:
-    return plan
 
 
 def _refuse_mesh(config: Config, group: Leader | None) -> None:
