@@ -16,29 +16,11 @@ from jaxserve.models.checkpoint.read_config import Json, boolean, number, option
 from jaxserve.models.config import ModelConfig, MoEConfig, MoENames
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
-from jaxserve.models.layers import AttendFn, Attention, Cache, Linear, RopeTable, StateInputs
-from jaxserve.models.low_rank import Adaptable
+from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs
 from jaxserve.models.moe import feed_forward
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
 from jaxserve.ops.state import StateSpec, StateWeights
-
-
-class Gates(Adaptable):
-    """The projection of D to two gates and the input of the convolution: weight [Hk, 3 V, D], of [gates | input, D]."""
-
-    def __init__(self, spec: StateSpec, model: int, dtype: jnp.dtype) -> None:
-        view, parts = (spec.key_heads, spec.v_dim, model), []
-        for i in range(3):
-            parts.append(
-                Part("in_proj.weight", (3 * model, model), view, (0, i * spec.v_dim, 0), (i * model, (i + 1) * model))
-            )
-        shape = spec.key_heads, 3 * spec.v_dim, model
-        self.weight = param(shape, ("kv_heads", None, "embed"), dtype, parts=tuple(parts))
-
-    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
-        """Project x [T, D] -> [T, Hk, 3 V]."""
-        return self.adapted(x, linear(x, self.weight[...]), linear)
 
 
 class ConvTaps(nnx.Module):
@@ -51,11 +33,11 @@ class ConvTaps(nnx.Module):
 
 
 class ShortConvolution(nnx.Module):
-    """out_proj(c * convolution(b * u)), where b, c and u are projections of a token."""
+    """out_proj(c * convolution(b * u)), where b, c and u are projections of a token: in_proj [Hk, 3 V, D]."""
 
     def __init__(self, config: ModelConfig, spec: StateSpec, dtype: jnp.dtype) -> None:
         self.spec, model = spec, config.hidden_size
-        self.in_proj = Gates(spec, model, dtype)
+        self.in_proj = HeadRows((spec.key_heads, 3 * spec.v_dim, model), dtype, _projection_parts(spec, model))
         self.conv = ConvTaps(spec, model, dtype)
         self.out_proj = Linear((model, model), ("embed", "q_heads"), dtype)
 
@@ -66,6 +48,14 @@ class ShortConvolution(nnx.Module):
         b, c, u = jnp.split(self.in_proj(x, linear), 3, axis=2)
         out, cache = attend(StateInputs(b * u, StateWeights(self.conv.weight[...])), cache)
         return self.out_proj((c * out).reshape(x.shape[0], -1), linear), cache
+
+
+def _projection_parts(spec: StateSpec, model: int) -> tuple[Part, ...]:
+    """Return the parts of in_proj, of which the checkpoint has all rows of b, then of c, then of u: [3 D, D]."""
+    view, stored = (spec.key_heads, spec.v_dim, model), (3 * model, model)
+    return tuple(
+        Part("in_proj.weight", stored, view, (0, i * spec.v_dim, 0), (i * model, (i + 1) * model)) for i in range(3)
+    )
 
 
 class Lfm2ForCausalLM(CausalLM):
