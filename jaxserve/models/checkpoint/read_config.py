@@ -307,6 +307,12 @@ def window_everywhere(hf: Json, fields: dict[str, Any]) -> tuple[int | None, ...
     return (window,) * fields["num_layers"]
 
 
+def sparse_by_step(hf: Json, layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts: each `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
+    dense, step = set(hf.get("mlp_only_layers") or ()), optional_integer(hf, "decoder_sparse_step", 1)
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
+
+
 def windows_by_type(hf: Json, window: int | None) -> tuple[int | None, ...]:
     """Return the window of each layer by `layer_types`; () if the file has none."""
     types = hf.get("layer_types") or ()

@@ -19,6 +19,7 @@ from jaxserve.models.checkpoint.read_config import (
     boolean,
     integer,
     optional_integer,
+    sparse_by_step,
     window_everywhere,
     windows_by_type,
 )
@@ -41,12 +42,11 @@ class Qwen3MoeForCausalLM(CausalLM):
 
 
 def _qwen_experts(hf: Json, fields: dict[str, Any]) -> MoEConfig:
-    dense, step = set(hf.get("mlp_only_layers") or ()), optional_integer(hf, "decoder_sparse_step", 1)
     return MoEConfig(
         num_experts=optional_integer(hf, "num_experts", 128),
         experts_per_token=optional_integer(hf, "num_experts_per_tok", 8),
         ffn=optional_integer(hf, "moe_intermediate_size", 768),
-        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"])),
+        sparse_layers=sparse_by_step(hf, fields["num_layers"]),
         normalize=boolean(hf, "norm_topk_prob", False),
     )
 

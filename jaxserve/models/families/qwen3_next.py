@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.checkpoint.read_config import Json, boolean, optional_integer
+from jaxserve.models.checkpoint.read_config import Json, boolean, optional_integer, sparse_by_step
 from jaxserve.models.config import ModelConfig, MoEConfig, MoENames, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.draft_head import UNDER_MTP
@@ -141,8 +141,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 
 def _qwen3_next(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
-    dense, step = set(hf.get("mlp_only_layers") or ()), optional_integer(hf, "decoder_sparse_step", 1)
-    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"]))
+    sparse = sparse_by_step(hf, fields["num_layers"])
     return _common(hf, fields) | {"moe": _experts(hf, sparse, num_experts=512, per_token=10)}
 
 
