@@ -129,8 +129,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = over_rms(y - y.mean(axis=-1, keepdims=True), self.eps)
         y = y * (self.weight[...].astype(jnp.float32) + self.offset)[None, :]
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None, :]).astype(x.dtype)
 

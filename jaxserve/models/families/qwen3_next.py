@@ -19,7 +19,7 @@ from jaxserve.models.config import ModelConfig, MoEConfig, MoENames, PredictorHe
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.draft_head import UNDER_MTP
 from jaxserve.models.family import Family, Nested
-from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs
+from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs, over_rms
 from jaxserve.models.moe import feed_forward
 from jaxserve.models.vision.read import qwen3_5
 from jaxserve.models.weights import Part, param
@@ -54,8 +54,7 @@ class GatedNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Norm x [T, H, V] by gate [T, H, V] -> [T, H, V] in gate's dtype."""
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps) * self.weight[...][None, None, :]
+        y = over_rms(x, self.eps) * self.weight[...][None, None, :]
         activated = (jax.nn.silu if self.activation == "silu" else jax.nn.sigmoid)(gate.astype(jnp.float32))
         return (y * activated).astype(gate.dtype)
 
