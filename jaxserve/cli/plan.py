@@ -199,12 +199,12 @@ def _head(planner: ShapePlanner, dtype: jnp.dtype) -> str:
     bits = ""
     if form is not None:
         bits = f"quantized ({form.description})" if form.method == "gguf" else f"{form.bits} bits"
-    few = {"none": "", "stored": bits}.get(config.quantization, config.quantization)
-    held = f"{few} and {dtype}" if few else str(dtype)
-    lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {held}"]
+    quantized = {"none": "", "stored": bits}.get(config.quantization, config.quantization)
+    weights = f"{quantized} and {dtype}" if quantized else str(dtype)
+    lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {weights}"]
     size = published_size(structure)
     if size.form:
-        decoded = f"{structure.num_bytes / GIB:.2f} GiB as {held}"
+        decoded = f"{structure.num_bytes / GIB:.2f} GiB as {weights}"
         how = "held in" if config.quantization == "stored" else "decoded at load to"
         lines.append(f"the checkpoint is {size.num_bytes / GIB:.2f} GiB of {size.form}, {how} {decoded}")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.stopping import end_of
-from jaxserve.speculation.device import FIRST_RATE, DeviceDrafts
+from jaxserve.speculation.device import MODEL_RATE, DeviceDrafts
 from jaxserve.speculation.ngram import Drafter, DraftMasks, DraftRecord, allot
 from jaxserve.types.scheduling import SchedulerConfig
 from jaxserve.types.step import DraftCounters, Request, SchedulerOutput
@@ -138,7 +138,7 @@ class Speculation:
     def _record_of(self, request: Request) -> DraftRecord:
         record: DraftRecord | None = request.speculation
         if record is None:
-            record = request.speculation = DraftRecord() if self._device is None else DraftRecord(FIRST_RATE)
+            record = request.speculation = DraftRecord() if self._device is None else DraftRecord(MODEL_RATE)
             record.worth_at = len(request.output_token_ids)
         return record
 

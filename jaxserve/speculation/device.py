@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxserve.types.step import Request
 
-FIRST_RATE = 0.7  # assumed before any draft was compared: the operator chose a model that guesses well
+MODEL_RATE = 0.7  # assumed before any draft was compared: the operator chose a model that guesses well
 
 
 # By platform: seconds of a layer's small kernels, bytes of weights read in a second, and how many times as long a step
@@ -38,11 +38,11 @@ class Size:
 
 
 def speedup(platform: str, served: Size, draft: Size, count: int) -> float:
-    """Estimate how many times as fast one row decodes with `count` drafts, FIRST_RATE of which are right."""
+    """Estimate how many times as fast one row decodes with `count` drafts, MODEL_RATE of which are right."""
     layer, bandwidth, longer = _MACHINES[platform]
     plain, guess = (layer * size.layers + size.weight_bytes * size.share(1) / bandwidth for size in (served, draft))
     more = served.weight_bytes * (served.share(1 + count) - served.share(1)) / bandwidth
-    tokens = sum(FIRST_RATE**place for place in range(count + 1))
+    tokens = sum(MODEL_RATE**place for place in range(count + 1))
     # the draft model also computes the tokens of the step
     return tokens * plain / (longer * plain + more + (1 + count) * guess)
 
