@@ -201,7 +201,6 @@ class EngineReplica:
         """
         config = load_config(words, os.environ)
         configure_logging(config.logging)
-        self._drain_timeout = config.server.drain_timeout
         stack = self._stack = AsyncExitStack()  # Ray may end this replica, and so take the attribute, at any await
         self._group = await asyncio.to_thread(Group, words, config, followers) if followers else None
         if self._group is not None:

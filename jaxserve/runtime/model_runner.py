@@ -278,7 +278,6 @@ class ModelRunner:
         self.structure = loaded.structure
         setup = RunnerSetup.of(loaded, config, mesh, draft)
         self.backend, self.buckets, self.steps = setup.backend, setup.buckets, setup.steps
-        self._layers = setup.layers
         plan = agree(setup.plan())
         self._programs = setup.program_set(plan.pages_by_group, plan.max_model_len)
         wanted = self._programs.first() if config.early else self._programs.all()
