@@ -219,7 +219,7 @@ class EagleHead:
     """A head in EAGLE-3's form (https://arxiv.org/abs/2503.01840), see `models.draft_head`.
 
     width: hidden size of the model that it guesses for. vocab_size: tokens that it can guess.
-    taps: the numbers of layers after which it reads hidden states; (): after 2, half of them, and all but 3.
+    taps: it reads the hidden states after so many layers; (): after 2, after half of them, and after all but 3.
     norm_first: the residual is the hidden state after its norm; else before it.
     """
 

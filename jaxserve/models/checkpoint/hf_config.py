@@ -92,9 +92,10 @@ def _eagle(hf: Json) -> ModelConfig:
 
 
 def _eagle_taps(hf: Json) -> tuple[int, ...]:
-    """Return `EagleHead.taps` as the file names them: the layers behind which, or (in eagle_config) those after which.
+    """Return `EagleHead.taps`. In `eagle_config` a number is the index of the layer that makes the hidden state.
 
-    Raises ValueError for another form than three layers, ascending.
+    Elsewhere it is one more: the number of layers before the hidden state. Raises ValueError for another form than
+    three layers, ascending.
     """
     inner = hf.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
