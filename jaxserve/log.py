@@ -186,7 +186,7 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-class TokenCounts(Protocol):
+class TokensUsed(Protocol):
     """The tokens that a generation has used so far."""
 
     prompt_tokens: int
@@ -203,12 +203,12 @@ class RequestRecord:
 
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # seconds since it arrived
-    used: list[TokenCounts] = field(default_factory=list)
+    used: list[TokensUsed] = field(default_factory=list)
     prompts: int = 0
     ended: int = 0  # prompts
     on_ended: Callable[[int, int], None] | None = None
 
-    def note_begin(self, used: TokenCounts, prompts: int) -> None:
+    def note_begin(self, used: TokensUsed, prompts: int) -> None:
         """Note a generation: its counts, which it changes as it runs, and its number of prompts."""
         self.used.append(used)
         self.prompts += prompts
