@@ -24,7 +24,7 @@ from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads, ProjectedHeads
 from jaxserve.ops.paged_attention.scaled_pages import Pages
-from jaxserve.ops.state import StateArrays, StateWeights
+from jaxserve.ops.state import StateArrays, StateSpec, StateWeights
 
 Cache = Pages | StateArrays | None
 
@@ -331,6 +331,14 @@ class HeadRows(Adaptable):
         """Project x [T, D] -> [T, Hk, rows]."""
         y = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
         return self.adapted(x, y, linear)
+
+
+class ConvTaps(nnx.Module):
+    """The taps of a state's causal convolution of each channel: weight [W, Hk, channels]."""
+
+    def __init__(self, spec: StateSpec, dtype: jnp.dtype, parts: tuple[Part, ...]) -> None:
+        shape = (spec.conv_width, spec.key_heads, spec.channels)
+        self.weight = param(shape, (None, "kv_heads", None), dtype, parts=parts)
 
 
 class MLP(nnx.Module):

@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
     place: int
 
 
-class ConvTaps(nnx.Module):
+class Mamba2Taps(nnx.Module):
     """A causal convolution of each channel: weight [Hk, channels, W], and maybe a bias [Hk, channels].
 
     The checkpoint has the weight as [x | B | C, 1, W].
@@ -102,7 +102,7 @@ class Mamba2(nnx.Module):
             _parts("in_proj.weight", spec, pieces, (model,), (model,)),
             _parts("in_proj.bias", spec, pieces) if own.proj_bias else (),
         )
-        self.conv1d = ConvTaps(spec, dtype, bias=own.conv_bias)
+        self.conv1d = Mamba2Taps(spec, dtype, bias=own.conv_bias)
         self.A_log, self.D, self.dt_bias = (param((spec.heads,), ("q_heads",), _FLOAT32) for _ in range(3))
         before_gate = own.norm == "before_gate"
         self.norm = None if own.norm == "none" else GroupNorm(spec, config.norm_eps, before_gate=before_gate)

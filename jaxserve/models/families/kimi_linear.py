@@ -18,27 +18,13 @@ from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.families.deepseek_v3 import LatentAttention, deepseek_v3
 from jaxserve.models.families.qwen3_next import GatedNorm
 from jaxserve.models.family import Family
-from jaxserve.models.layers import AttendFn, Cache, HeadRows, Linear, RopeTable, StateInputs
+from jaxserve.models.layers import AttendFn, Cache, ConvTaps, HeadRows, Linear, RopeTable, StateInputs
 from jaxserve.models.moe import feed_forward
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
 from jaxserve.ops.state import StateSpec, StateWeights
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-
-
-class ConvTaps(nnx.Module):
-    """The causal convolutions of q, k and v: weight [W, H, 3 K], of three tensors [H K, 1, W]."""
-
-    def __init__(self, spec: StateSpec, dtype: jnp.dtype) -> None:
-        stored = (spec.heads * spec.k_dim, 1, spec.conv_width)
-        view = (spec.conv_width, spec.heads, spec.k_dim)
-        parts = tuple(
-            Part(f"{name}_conv1d.weight", stored, view, (0, 0, i * spec.k_dim), transpose=(2, 1, 0))
-            for i, name in enumerate("qkv")
-        )
-        shape = (spec.conv_width, spec.heads, spec.channels)
-        self.weight = param(shape, (None, "kv_heads", None), dtype, parts=parts)
 
 
 class DeltaAttention(nnx.Module):
@@ -56,7 +42,7 @@ class DeltaAttention(nnx.Module):
         self.f_b_proj = _rows(spec, ("f_b_proj",), size, size, dtype)
         self.g_a_proj = Linear((size, model), (None, "embed"), dtype)
         self.g_b_proj = _rows(spec, ("g_b_proj",), size, size, dtype)
-        self.conv1d = ConvTaps(spec, dtype)
+        self.conv1d = ConvTaps(spec, dtype, _tap_parts(spec))
         decay = Part("self_attn.A_log", (1, 1, heads, 1), (heads,), (0,), transpose=(2, 0, 1, 3))
         self.A_log = param((heads,), ("q_heads",), _FLOAT32, parts=(decay,))
         shift = Part("self_attn.dt_bias", (heads * size,), (heads, size), (0, 0))
@@ -75,6 +61,15 @@ class DeltaAttention(nnx.Module):
         out, cache = attend(StateInputs(raw, weights), cache)
         out = self.o_norm(out, gate)
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
+
+
+def _tap_parts(spec: StateSpec) -> tuple[Part, ...]:
+    """Return the parts of the taps: the convolutions of q, k and v, each [H K, 1, W]."""
+    stored, view = (spec.heads * spec.k_dim, 1, spec.conv_width), (spec.conv_width, spec.heads, spec.k_dim)
+    return tuple(
+        Part(f"{name}_conv1d.weight", stored, view, (0, 0, i * spec.k_dim), transpose=(2, 1, 0))
+        for i, name in enumerate("qkv")
+    )
 
 
 def _rows(spec: StateSpec, names: tuple[str, ...], size: int, inputs: int, dtype: jnp.dtype) -> HeadRows:

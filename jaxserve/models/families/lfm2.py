@@ -16,20 +16,11 @@ from jaxserve.models.checkpoint.read_config import Json, boolean, number, option
 from jaxserve.models.config import ModelConfig, MoEConfig, MoENames
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
-from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs
+from jaxserve.models.layers import AttendFn, Attention, Cache, ConvTaps, HeadRows, Linear, RopeTable, StateInputs
 from jaxserve.models.moe import feed_forward
-from jaxserve.models.weights import Part, param
+from jaxserve.models.weights import Part
 from jaxserve.ops.linear import Products
 from jaxserve.ops.state import StateSpec, StateWeights
-
-
-class ConvTaps(nnx.Module):
-    """A causal convolution of each channel: weight [W, Hk, V], of [D, 1, W]."""
-
-    def __init__(self, spec: StateSpec, model: int, dtype: jnp.dtype) -> None:
-        shape = spec.conv_width, spec.key_heads, spec.v_dim
-        part = Part("conv.weight", (model, 1, spec.conv_width), shape, (0, 0, 0), transpose=(2, 1, 0))
-        self.weight = param(shape, (None, "kv_heads", None), dtype, parts=(part,))
 
 
 class ShortConvolution(nnx.Module):
@@ -38,7 +29,9 @@ class ShortConvolution(nnx.Module):
     def __init__(self, config: ModelConfig, spec: StateSpec, dtype: jnp.dtype) -> None:
         self.spec, model = spec, config.hidden_size
         self.in_proj = HeadRows((spec.key_heads, 3 * spec.v_dim, model), dtype, _projection_parts(spec, model))
-        self.conv = ConvTaps(spec, model, dtype)
+        taps = (spec.conv_width, spec.key_heads, spec.v_dim)
+        stored = Part("conv.weight", (model, 1, spec.conv_width), taps, (0, 0, 0), transpose=(2, 1, 0))
+        self.conv = ConvTaps(spec, dtype, (stored,))
         self.out_proj = Linear((model, model), ("embed", "q_heads"), dtype)
 
     def __call__(

@@ -19,7 +19,17 @@ from jaxserve.models.config import ModelConfig, MoEConfig, MoENames, PredictorHe
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.draft_head import UNDER_MTP
 from jaxserve.models.family import Family, Nested
-from jaxserve.models.layers import AttendFn, Attention, Cache, HeadRows, Linear, RopeTable, StateInputs, over_rms
+from jaxserve.models.layers import (
+    AttendFn,
+    Attention,
+    Cache,
+    ConvTaps,
+    HeadRows,
+    Linear,
+    RopeTable,
+    StateInputs,
+    over_rms,
+)
 from jaxserve.models.moe import feed_forward
 from jaxserve.models.vision.read import qwen3_5
 from jaxserve.models.weights import Part, param
@@ -28,21 +38,6 @@ from jaxserve.ops.state import StateSpec, StateWeights
 
 _PREDICTOR = r"^mtp\."  # of several tokens at once
 FLOAT32 = jnp.dtype(jnp.float32)
-
-
-class ConvTaps(nnx.Module):
-    """A causal convolution of each channel: weight [W, Hk, channels], of conv1d.weight [q | k | v, 1, W]."""
-
-    def __init__(self, spec: StateSpec, dtype: jnp.dtype) -> None:
-        width, parts, start = spec.conv_width, [], 0
-        shape = (spec.key_heads * spec.channels, 1, width)
-        for channels, offset in _pieces(spec):
-            rows = start, start + spec.key_heads * channels
-            view = (width, spec.key_heads, channels)
-            parts.append(Part("conv1d.weight", shape, view, (0, 0, offset), rows, transpose=(2, 1, 0)))
-            start = rows[1]
-        shape = (width, spec.key_heads, spec.channels)
-        self.weight = param(shape, (None, "kv_heads", None), dtype, parts=tuple(parts))
 
 
 class GatedNorm(nnx.Module):
@@ -72,7 +67,7 @@ class GatedDeltaNet(nnx.Module):
         rows = spec.channels + spec.group * spec.v_dim
         self.in_proj = HeadRows((spec.key_heads, rows, model), dtype, _projection_parts(spec, model, apart))
         self.gates = HeadRows((spec.key_heads, spec.num_gates, model), dtype, _gate_parts(spec, model, apart))
-        self.conv = ConvTaps(spec, dtype)
+        self.conv = ConvTaps(spec, dtype, _tap_parts(spec))
         self.A_log = param((spec.heads,), ("q_heads",), FLOAT32)
         self.dt_bias = param((spec.heads,), ("q_heads",), FLOAT32)
         self.norm = GatedNorm(spec.v_dim, config.norm_eps)
@@ -94,6 +89,16 @@ class GatedDeltaNet(nnx.Module):
 def _pieces(spec: StateSpec) -> tuple[tuple[int, int], ...]:
     """Return the rows of a key head's q, k and v: how many, and the first."""
     return (spec.k_dim, 0), (spec.k_dim, spec.k_dim), (spec.group * spec.v_dim, 2 * spec.k_dim)
+
+
+def _tap_parts(spec: StateSpec) -> tuple[Part, ...]:
+    """Return the parts of the taps, of which the checkpoint has all of q, then of k, then of v: [Hk channels, 1, W]."""
+    parts, start, stored = [], 0, (spec.key_heads * spec.channels, 1, spec.conv_width)
+    for channels, offset in _pieces(spec):
+        rows, view = (start, start + spec.key_heads * channels), (spec.conv_width, spec.key_heads, channels)
+        parts.append(Part("conv1d.weight", stored, view, (0, 0, offset), rows, transpose=(2, 1, 0)))
+        start = rows[1]
+    return tuple(parts)
 
 
 def _projection_parts(spec: StateSpec, model: int, apart: bool) -> tuple[Part, ...]:
