@@ -24,10 +24,9 @@ _DECODE = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _HIDDEN = (8, 32)  # then from 128 on by factors of two; on a CPU from 1 on by factors of four
 _EXTEND = (8,)  # then from 32 on by factors of two
 _HEAD = (1, 8, 64)  # then by factors of four; on a CPU from 1 on
-_VERIFY = (
-    2,
-    256,
-)  # smallest and largest size, by factors of two; in larger steps drafts cost time: arithmetic is the bound
+# The smallest and the largest size of a step with drafts, by factors of two. In larger ones drafts cost time, because
+# arithmetic is the bound.
+_VERIFY = 2, 256
 _VERIFY_CPU = 2, 64
 
 
