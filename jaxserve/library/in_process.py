@@ -249,7 +249,6 @@ class _SteppedEngine:
     """
 
     engine: Engine
-    located: Located | None = None  # the settings of pictures are looked for in the model's own directory
     alive: bool = True
     restarts: int = 0
     replicas: Sequence[ReplicaState] = ()  # there is no engine process
@@ -257,6 +256,10 @@ class _SteppedEngine:
     @property
     def config(self) -> Config:
         return self.engine.config
+
+    @property
+    def located(self) -> Located:
+        return Located(self.engine._tokenizer_dir)
 
     @property
     def info(self) -> EngineInfo:
