@@ -1,5 +1,6 @@
-"""`jaxserve bench serve|capacity|pictures|offline`: measure a server, find its capacity, or measure text streams beside
-chats with pictures; or measure an engine in process.
+"""`jaxserve bench serve|capacity|pictures|offline`: measure a server, or with `offline` an engine in this process.
+
+`capacity` finds the highest request rate within limits, `pictures` measures text streams beside chats with pictures.
 """
 
 from __future__ import annotations
