@@ -74,8 +74,8 @@ class Guesser(ABC):
     ) -> tuple[Caches, SlotState]:
         """Compute the tokens of a step too -> (its caches, the state, which keeps what the next guesses begin with).
 
-        leaves: the weights of both models. caches: its own. attend_to: makes the attention of the
-        tokens over these caches
+        leaves: the weights of both models. caches: its own. attend_to: makes the attention of tokens over
+        these caches
         """
 
     @abstractmethod
