@@ -849,8 +849,14 @@ class Config(Section):
             sections = [key.partition(".")[0] for key in [*known_keys(), *RENAMED] if key.partition(".")[2] == name]
             if name in _ALSO_ELSEWHERE:
                 sections = [_ALSO_ELSEWHERE[name]]
-            if len(sections) != 1:
-                raise ConfigError(f"no key {name!r}" if not sections else f"{name!r} is in {sections}")
+            if not sections:
+                names = (key.partition(".")[2] for key in known_keys())
+                raise ConfigError(f"no key {name!r}{suggestion(name, names)}")
+            if len(sections) > 1:
+                raise ConfigError(
+                    f"{' and '.join(sections)} have a key {name!r}",
+                    fix=f"set one of them by Config.of(...).replace({sections[-1]}={{{name!r}: ...}})",
+                )
             tree.setdefault(sections[0], {})[name] = value
         return cls.parse(tree)
 

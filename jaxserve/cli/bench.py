@@ -140,7 +140,10 @@ def _offline(options: argparse.Namespace) -> int:
 def _check_context(requests: Sequence[LoadRequest], engine: TextEngine) -> None:
     """Raise ConfigError if a request cannot run."""
     if engine.info.task != "generate":
-        raise ConfigError(f"{engine.info.architecture} generates no text, and bench offline measures that")
+        raise ConfigError(
+            f"bench offline measures models that generate text, and {engine.info.architecture} does not",
+            fix="name another model",
+        )
     longest = max(len(request.prompt) + request.max_tokens for request in requests)
     if longest > engine.info.max_model_len:
         raise ConfigError(

@@ -61,7 +61,9 @@ def _prepare(target: str | None, load: str | None, dump: str | None) -> str | No
         tuning = f"with autotuning results {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     if dump is not None:
         if not Path(dump).absolute().parent.is_dir() or Path(dump).is_dir():
-            raise ConfigError(f"--save-autotuning: no file can be written at {dump}")
+            raise ConfigError(
+                f"--save-autotuning: no file can be written at {dump}", fix="name a file in a directory that exists"
+            )
         flags.append(f"{_DUMP}={Path(dump).absolute()}")
     if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)

@@ -76,7 +76,7 @@ def config_of(model: str | None, keys: Mapping[str, Any], config: Config | None 
     for key, value in flags.values.items():
         section, _, name = key.partition(".")
         if name in getattr(config, section).model_fields_set:
-            raise ConfigError(f"{name} is given twice, once by another server's name")
+            raise ConfigError(f"{name} is given twice, once by another server's name", fix="leave one of them out")
         sections.setdefault(section, {})[name] = value
     return config.replace(**sections)
 
@@ -161,7 +161,9 @@ class _Thread:
 
     def _ready(self) -> RunningServer:
         if not self._started.wait(START_TIMEOUT):
-            raise ConfigError(f"the server was not ready within {START_TIMEOUT:.0f} s")
+            raise ConfigError(
+                f"the server was not ready within {START_TIMEOUT:.0f} s", fix="see in its log what took so long"
+            )
         if self._error is not None:
             raise self._error
         if self._launch is None or not self._thread.is_alive():

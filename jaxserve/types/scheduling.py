@@ -284,7 +284,10 @@ class SchedulerConfig:
         if min(self.aging_steps, self.prefill_chunk_size or 1) < 1:
             raise ConfigError("aging_steps and prefill_chunk_size must be at least 1")
         if self.whole_prompts and self.prefill_budget < self.max_model_len:
-            raise ConfigError(f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}")
+            raise ConfigError(
+                f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}",
+                fix="leave scheduler.prefill_chunk_size out, or raise scheduler.max_num_batched_tokens",
+            )
         for group, span in zip(self.groups, self.spans, strict=True):
             if group.num_pages < (least := span.least(self.max_sequence_tokens)):
                 raise ConfigError(
@@ -299,7 +302,10 @@ class SchedulerConfig:
         if states.num_pages < 2:
             raise ConfigError(f"cache.num_state_pages is {states.num_pages}, and 2 are needed: one cached, one in use")
         if states.border % self.page_size or states.interval % states.border:
-            raise ConfigError(f"states are kept every {states.interval} tokens, which is no multiple of a border's")
+            raise ConfigError(
+                f"{states.interval} tokens between states must be a multiple of {states.border}, which must be one of "
+                f"the {self.page_size} tokens of a page"
+            )
         if self.num_host_pages:
             raise ConfigError("recurrent states do not work with copies in the memory of the host")
 

@@ -234,8 +234,11 @@ def test_wrong_keys_are_refused_and_not_shown(tmp_path: Path, server: dict[str, 
 def test_config_of_takes_bare_names() -> None:
     config = Config.of("DIR", max_num_seqs=4, dtype="float32", num_pages=8)
     assert (config.model.path, config.model.dtype, config.cache.num_pages) == ("DIR", "float32", 8)
-    with pytest.raises(ConfigError, match="no key 'max_seqs'"):
+    with pytest.raises(ConfigError, match="no key 'max_seqs', did you mean max_num_seqs"):
         Config.of(max_seqs=4)
+    with pytest.raises(ConfigError, match="model and store have a key 'path'") as error:
+        Config.of(path="DIR")
+    assert "replace(store={'path': ...})" in str(error.value.fix)
 
 
 def test_help_names_every_key() -> None:

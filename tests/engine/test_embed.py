@@ -78,5 +78,6 @@ def test_whole_prompts_wait_rather_than_be_cut() -> None:
 
 
 def test_a_step_must_hold_the_longest_text() -> None:
-    with pytest.raises(ConfigError, match="too small for texts of 128"):
+    with pytest.raises(ConfigError, match="too small for texts of 128") as error:
         small_config(whole_prompts=True)
+    assert "scheduler.prefill_chunk_size" in str(error.value.fix)
