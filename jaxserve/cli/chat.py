@@ -131,7 +131,7 @@ class Conversation:
             raise ConfigError(f"{path} is nested too deeply") from None
         kinds = {"system": str, "settings": dict, "messages": list}
         if not isinstance(saved, dict) or not all(isinstance(saved.get(key), kind) for key, kind in kinds.items()):
-            raise ConfigError(f"{path} is no saved conversation")
+            raise ConfigError(f"{path} is no saved conversation", fix="/save writes one")
         check_settings(saved["settings"])
         self.system, self.settings, self.messages = (saved[key] for key in kinds)
 
@@ -349,7 +349,7 @@ class ChatShell:
         if not name:
             self._console.print(Text(json.dumps(self._talk.settings)))
         elif name in ("model", "messages", "stream"):
-            raise ConfigError(f"{name} is not set here")
+            raise ConfigError(f"{name} is not set here: the chat sets it itself")
         elif not value:
             self._talk.settings.pop(name, None)
         else:

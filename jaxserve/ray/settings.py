@@ -40,7 +40,8 @@ def num_hosts(model: Mapping[str, Any], config: Config) -> int:
     bundles = group.get("bundles") if isinstance(group, dict) else None
     given = len(bundles) if isinstance(bundles, list) and bundles else config.mesh.hosts
     if config.mesh.hosts not in (1, given):
-        raise ConfigError(f"placement_group_config: {given} bundles, and mesh.hosts is {config.mesh.hosts}")
+        message = f"placement_group_config: {given} bundles, and mesh.hosts is {config.mesh.hosts}"
+        raise ConfigError(message, fix="give one bundle for each host, or leave mesh.hosts out")
     return given
 
 
