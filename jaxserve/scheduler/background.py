@@ -91,10 +91,8 @@ class YieldToOnline(PriorityOnly):
         super().__init__(config)
         self._num_slots = config.num_slots
         self.retime(config.step_times)
-        # An encoder computes a text in one step, so a step must hold the longest text.
-        untimed = config.max_num_batched_tokens // UNTIMED_SHARE
-        self._untimed = config.prefill_budget if config.whole_prompts else max(4, untimed)
-        self._whole = config.whole_prompts
+        self._untimed = max(4, config.max_num_batched_tokens // UNTIMED_SHARE)
+        self._whole = config.whole_prompts  # an encoder's: every step must hold the longest text
         self._steps_sat_out = 0
         self._last_online = float("-inf")
         self._online_prompt = 0.0  # moving average of the tokens to compute of an online prompt
