@@ -71,7 +71,7 @@ ROWS = (
     Row("Gemma 3", "1B to 27B", ("Gemma3", "Gemma3Text"), larger=("Gemma3",)),
     Row("Gemma 4", "E2B, E4B, 26B-A4B, 31B", ("Gemma4",), ("gemma4", "gemma4"), larger=("Gemma4",)),
     Row("Llama 4", "Scout, Maverick", ("Llama4",), ("pythonic", "-"), larger=("Llama4",)),
-    Row("Muse Glimmer", "30B", ("MuseGlimmer",), larger=("MuseGlimmer",)),
+    Row("Muse Glimmer", "30B", ("MuseGlimmer",), ("muse_glimmer", "muse_glimmer"), larger=("MuseGlimmer",)),
     Row("Phi-3, Phi-4-mini", "4B", ("Phi3",)),
     Row("OLMo 2, OLMo 3", "1B to 32B", ("Olmo2", "Olmo3"), ("olmo3", "deepseek_v3")),
     Row("SmolLM3", "3B", ("SmolLM3",)),

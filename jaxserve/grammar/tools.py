@@ -35,8 +35,8 @@ from jaxserve.grammar.translate import (
     with_parts,
 )
 from jaxserve.text.tools.base import MAX_JOIN_DEPTH, pointed, schema_types
-from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, NotedCall, PythonCall, TaggedCall
-from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
+from jaxserve.text.tools.format import CallFormat, Channels, JsonCall, NamedCall, NotedCall, PythonCall, TaggedCall
+from jaxserve.text.tools.registry import TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
 
 _MAX_NUMBER = 2**53
@@ -351,15 +351,15 @@ def tool_grammar(
     is_value = answer is not None and isinstance(calls.call, JsonCall) and not calls.trigger
     builder = _Builder(LarkWriter(model.special_tokens), calls, tools, parallel and not calls.single, is_value)
     try:
-        start = _start(builder, model.family, required, answer)
+        start = _start(builder, required, answer)
     except RecursionError as error:
         raise InvalidSchemaError("the schema of a tool is nested too deep", param="tools") from error
     return GrammarSpec(kind="lark", source=builder.writer.finish(start))
 
 
-def _start(builder: _Builder, family: str | None, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
-    if family == HARMONY:
-        return builder.channels(required, answer)
+def _start(builder: _Builder, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
+    if builder.format.channels is not None:
+        return builder.messages(builder.format.channels, required, answer)
     if answer is not None:
         return f"{builder.required()} | {builder.writer.schema(answer)}"
     return builder.required() if required else builder.auto()
@@ -371,8 +371,8 @@ def no_call_grammar(model: CallModel) -> GrammarSpec | None:
         return None
     calls = _calls_of(model.family, model.template)
     writer = LarkWriter(model.special_tokens)
-    if model.family == HARMONY:
-        start = _Builder(writer, calls, (), parallel=False, is_value=False).channels(False, None)
+    if calls.channels is not None:
+        start = _Builder(writer, calls, (), parallel=False, is_value=False).messages(calls.channels, False, None)
     elif calls.trigger:
         start = writer.text_without([calls.trigger])
     else:
@@ -407,16 +407,16 @@ class _Builder:
         tail = self.writer.text_without([trigger])
         return f"{self.writer.text_until(trigger)} {self._calls(len(trigger))} {tail} | {tail}"
 
-    def channels(self, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
-        """Match harmony's channels. Reasoning may come first; in auto mode an answer may replace the call.
+    def messages(self, channels: Channels, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
+        """Match messages on channels. Reasoning may come first; in auto mode an answer may replace the calls.
 
         Without tools there is no call.
         """
         writer, calls = self.writer, [self._calls(0)] if self.tools else []
-        analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}"
-        first = writer.rule(f"{analysis} {writer.literal('<|start|>assistant')}")
+        thought = f"{writer.literal(channels.thought)} {writer.text_until(channels.thought_end)}"
+        first = writer.rule(f"{thought} {writer.literal(channels.again)}")
         text = writer.text() if answer is None else writer.schema(answer)
-        final = writer.rule(f"{writer.literal('<|channel|>final<|message|>')} {text}")
+        final = writer.rule(f"{writer.literal(channels.answer)} {text}")
         return f"{first}? {one_of(calls if required else [*calls, final])}"
 
     def _calls(self, skip: int) -> str:
@@ -456,8 +456,6 @@ _NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be mistaken for a c
 
 
 def _calls_of(family: str | None, template: str) -> CallFormat:
-    if family == HARMONY:
-        return HARMONY_CALLS
     if (name := family or "json") not in TOOL_FORMATS:
         raise InvalidSchemaError(f"calls of the family {name!r} cannot be enforced", param="tool_choice")
     return TOOL_FORMATS[name].calls_in(template)

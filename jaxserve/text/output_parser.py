@@ -9,210 +9,24 @@ The parsers are chosen when the server starts and made for each output:
     ThinkParser, LaterThoughts   reasoning between two tags before the answer: DeepSeek R1, Qwen3, GLM, Kimi K2,
                                  Mistral, Granite and similar models
     ThinkingLimit                counts the tokens of the reasoning
-    HarmonyParser                gpt-oss's harmony format: one stream of messages on channels
 
-    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
-    <|message|>{"x": 1}<|call|>            or            <|start|>assistant<|channel|>final<|message|>...<|return|>
-
-In harmony, analysis is reasoning, final and commentary without a recipient are content, to=functions.NAME is a call.
-Messages to tools that the model has built in (browser, python) belong to its reasoning. gpt-oss also writes to=NAME: a
-call if the request offers the tool.
+Formats whose output is a list of messages (gpt-oss, Muse Glimmer) have one parser for all, in tools/channels.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from jaxserve.errors import ConfigError
 from jaxserve.text.events import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallStart, merged
 from jaxserve.text.reader import Reading, TextReader
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolParser, ToolSet
+from jaxserve.text.tools.channels import CHANNELS, Thoughts
 from jaxserve.text.tools.format import CallOpening
 from jaxserve.text.tools.registry import TOOL_FORMATS, known_tool_formats, tool_format_of_template
 from jaxserve.types.sampling import ThinkingForm
-
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_RECIPIENT = re.compile(r"""\bto=["'`]?([^\s"'`]+)""")
-_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
-_MAX_HEADER = 512
-# the header's words and tokens, as far as they come in this order
-_HEADER = re.compile(
-    r"\s*(<\|start\|>)?\s*((assistant|user|system|developer|tool)\b)?\s*(to=\S+?(?=\s|<\||$))?"
-    r"(\s*<\|channel\|>\s*((analysis|commentary|final)\b)?\s*(to=\S+?(?=\s|<\||$))?)*"
-    r"(\s*<\|constrain\|>\s*\w*)?\s*"
-)
-
-_HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "to=functions.")
-
-
-class HarmonyParser(ToolParser):
-    markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-
-    def _calls(self) -> Reading[None]:
-        yield from self._recipient_first()
-        while marker := (yield from self.content_until(START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)):
-            if marker in ENDS or marker == MESSAGE:  # the message has no header
-                self.reader.unmark()
-                continue
-            yield from self._headed(marker)
-
-    def _recipient_first(self) -> Reading[None]:
-        """Read an output that begins with a recipient: the prompt ends with <|start|>assistant, to=NAME may follow."""
-        self.reader.mark()
-        yield from self.reader.space()
-        if (yield from self.reader.accept("to=")):
-            yield from self._headed("to=")
-        else:
-            self.give_up()
-
-    def _headed(self, begin: str) -> Reading[None]:
-        """Read a message whose header begins with `begin`. If it breaks off, the header is not shown."""
-        self.thinking = False
-        header, end = yield from self.reader.until(MESSAGE, START, *ENDS, limit=_MAX_HEADER, take=False)
-        header = begin + header
-        is_header = self._marked or CHANNEL in header
-        ends_whole = end in ENDS or (self.is_whole and self.reader.ended)
-        if end != MESSAGE and not (is_header and ends_whole and self._called(header) in self.tools):
-            self._broken(header) if is_header else self.give_up()
-            return
-        yield from self.reader.accept(MESSAGE)
-        self.reader.unmark()
-        yield from self._message(header)
-
-    def _broken(self, header: str) -> None:
-        """Drop a header that no message follows. Text behind its words belongs to its channel, a part of a word not."""
-        self.reader.unmark()
-        rest = header[_HEADER.match(header).end() :]  # type: ignore[union-attr]  # it matches the empty text too
-        if self.reader.ended and (not self.is_whole or any(word.startswith(rest.strip()) for word in _HEADER_WORDS)):
-            return
-        if not rest:
-            return
-        channels = _CHANNEL_NAME.findall(header)
-        if channels and channels[-1] == "analysis":
-            self._break_reasoning()
-            self._reasoning(rest)
-        else:
-            self.content(rest)
-
-    def _is_head(self, text: str) -> bool:
-        """As in ToolParser. Any header that is not too long counts, because a header is never shown as text."""
-        if self._marked or CHANNEL in text:
-            return len(text) <= _MAX_HEADER
-        header = text.strip()
-        return "to=functions." in header and any(f"to=functions.{name}".startswith(header) for name in self.tools.names)
-
-    def _message(self, header: str) -> Reading[None]:
-        channels = _CHANNEL_NAME.findall(header)  # a malformed header has several: the last one counts
-        recipient, name = self._recipient(header), self._called(header)
-        function = name != recipient or name in self.tools
-        if function and self.offered(name):
-            yield from self._call(name)
-        elif function:
-            self.content(header + MESSAGE)
-            yield from self._text(self.content)
-        elif channels[-1:] == ["analysis"] or recipient:
-            self._break_reasoning()
-            self.thinking = True
-            yield from self._text(self._reasoning)
-        else:
-            yield from self._text(self.content)
-
-    def _text(self, sink: Callable[[str], None]) -> Reading[None]:
-        """Read the text of a message up to its end, or to a header that the model wrote without ending it."""
-        while marker := (yield from self.reader.copy_until((*ENDS, START, CHANNEL), sink, take=False)):
-            if marker != CHANNEL or (yield from self.reader.ahead(self._header())):
-                return
-            sink(self.reader.take_one())
-
-    def _header(self) -> Reading[bool]:
-        """Return whether a whole header with a channel comes next."""
-        yield from self.reader.accept(CHANNEL)
-        header, end = yield from self.reader.until(MESSAGE, CHANNEL, START, *ENDS, limit=_MAX_HEADER)
-        return end == MESSAGE and bool(_CHANNEL_NAME.match(CHANNEL + header))
-
-    def _recipient(self, header: str) -> str:
-        """Return the recipient of a message; "" if it is the user."""
-        found = _RECIPIENT.search(header.replace(CHANNEL, " ").replace(CONSTRAIN, " "))
-        return found[1] if found else ""
-
-    def _called(self, header: str) -> str:
-        return self._recipient(header).removeprefix("functions.")
-
-    def _call(self, name: str) -> Reading[None]:
-        self.start_call(name)
-        yield from self.reader.space()
-        # a string in them may contain the marks
-        if (yield from self.reader.peek()) == "{" and (yield from self.json_arguments()):
-            yield from self.reader.until(*ENDS, START, take=False)
-            self.end_call()
-            return
-        end = yield from self.reader.copy_until((*ENDS, START), self.arguments, take=False, drop_partial=True)
-        self.end_call(whole=bool(end) or self.is_whole)  # <|call|> ends the output and is not part of its text
-
-    def _break_reasoning(self) -> None:
-        if self._reasoned:
-            self._events.append(ReasoningDelta("\n"))
-        self._reasoned = False
-
-    _reasoned = False
-
-    def _reasoning(self, text: str) -> None:
-        self._reasoned = True
-        self._events.append(ReasoningDelta(text))
-
-
-class HarmonyThoughts:
-    """Divides an output into reasoning and answer without changing its text. Headers count as reasoning.
-
-    `feed` and `finish` work as in a parser, but all text comes back, as ReasoningDelta or ContentDelta.
-    """
-
-    def __init__(self) -> None:
-        self._reader = TextReader()
-        self._events: list[Event] = []
-        self._run = self._parts()
-
-    def feed(self, delta: str) -> list[Event]:
-        self._reader.push(delta)
-        return self._advance()
-
-    def finish(self) -> list[Event]:
-        self._reader.closed = True
-        return self._advance()
-
-    def _advance(self) -> list[Event]:
-        next(self._run, None)
-        events, self._events = self._events, []
-        return merged(events)
-
-    def _reasoning(self, text: str) -> None:
-        self._events.append(ReasoningDelta(text))
-
-    def _answer(self, text: str) -> None:
-        self._events.append(ContentDelta(text))
-
-    def _parts(self) -> Reading[None]:
-        sink = self._answer
-        while marker := (yield from self._reader.copy_until((START, CHANNEL, *ENDS), sink)):
-            self._reasoning(marker)
-            sink = self._answer
-            if marker in ENDS:
-                continue
-            header: list[str] = []
-
-            def keep(text: str, header: list[str] = header) -> None:
-                header.append(text)
-                self._reasoning(text)
-
-            end = yield from self._reader.copy_until((MESSAGE, *ENDS), keep)
-            self._reasoning(end)
-            channels = _CHANNEL_NAME.findall(marker + "".join(header))
-            sink = self._reasoning if end == MESSAGE and channels[-1:] == ["analysis"] else self._answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,13 +408,14 @@ REASONING_ALIASES: dict[str, str] = {
     "magistral": "mistral",
     "gpt_oss": "harmony",
     "openai_gptoss": "harmony",
+    "muse": "muse_glimmer",
 }
 
 
 def reasoning_of_template(template: str) -> str | None:
     """Return the reasoning family that a chat template's text shows; None if it shows none."""
-    if "<|channel|>" in template and "<|start|>" in template:
-        return "harmony"
+    if (name := tool_format_of_template(template)) in CHANNELS:
+        return name
     if "</think>" in template or "<think>" in template:
         return _think_family(template)
     by_tag = {tags.start: name for name, tags in REASONING_FAMILIES.items() if tags.start != "<think>"}
@@ -626,7 +441,7 @@ def _think_family(template: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """Names of the parsers of a model, or None. "harmony" reads both in one pass.
+    """Names of the parsers of a model, or None. One of CHANNELS reads both in one pass.
 
     The prompt decides where an output begins: inside the thinking if the template opened the tag.
     """
@@ -639,8 +454,9 @@ class ParserChoice:
         return think_tags(self.reasoning, self.tool)
 
     @property
-    def harmony(self) -> bool:
-        return "harmony" in (self.tool, self.reasoning)
+    def channels(self) -> str | None:
+        """The format that reads both, whichever of the two names it."""
+        return next((name for name in (self.tool, self.reasoning) if name in CHANNELS), None)
 
     def make(
         self,
@@ -662,8 +478,8 @@ class ParserChoice:
         answer_is_literal: a constraint decides the answer, so tags in it are text
         thinks: False if the output is all answer, because a constraint holds from its first token
         """
-        if self.harmony:
-            return _Harmony(tools, separate_reasoning)
+        if self.channels is not None:
+            return _Messages(CHANNELS[self.channels](tools), separate_reasoning)
         form = TOOL_FORMATS.get(self.tool or fallback_tool or "")
         tool_parser = form.parser(tools) if form is not None and tools is not None else None
         tags = self.think_tags
@@ -681,8 +497,8 @@ class ParserChoice:
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the texts that the parsers look for. If one is a special token, detokenizing must not skip it."""
-        if self.harmony:
-            return HarmonyParser.markers
+        if self.channels is not None:
+            return CHANNELS[self.channels].markers
         found = TOOL_FORMATS[self.tool].parser.markers if tools and self.tool else ()
         return found + (self.think_tags.markers(tools=tools) if self.think_tags else ())
 
@@ -703,7 +519,7 @@ def choose_parsers(
     for_tools: the template of requests with tools, if it differs
     """
     calls = tool_format_of_template(for_tools or "") or tool_format_of_template(template or "")
-    known_reasoning = {name: name for name in (*REASONING_FAMILIES, "harmony")} | REASONING_ALIASES
+    known_reasoning = {name: name for name in (*REASONING_FAMILIES, *CHANNELS)} | REASONING_ALIASES
     return ParserChoice(
         tool=_resolve(tool, known_tool_formats(), calls, "tool_parser"),
         reasoning=_resolve(reasoning, known_reasoning, reasoning_of_template(template or ""), "reasoning_parser"),
@@ -777,20 +593,20 @@ class _Pipeline:
         return out
 
 
-def thoughts_of(form: ThinkingForm) -> _Pipeline | HarmonyThoughts:
+def thoughts_of(form: ThinkingForm) -> _Pipeline | Thoughts:
     """Return the parser that divides an output of this form into reasoning and answer, and keeps all of its text."""
     tags = think_tags(form.family, form.calls)
     if tags is None:
-        return HarmonyThoughts()
+        return Thoughts(CHANNELS[form.family])
     first = ThinkParser(tags, inside=form.inside, keep=True, only_first=form.only_first, tools=form.tools)
     calls = [call.marker for call in tags.calls] if form.tools else ()
     later = None if form.only_first else LaterThoughts(tags, keep=True, calls=calls)
     return _Pipeline(first, None, True, later)
 
 
-class _Harmony:
-    def __init__(self, tools: ToolSet | None, separate: bool) -> None:
-        self._parser = HarmonyParser(tools)
+class _Messages:
+    def __init__(self, parser: ToolParser, separate: bool) -> None:
+        self._parser = parser
         self._separate = separate
 
     def feed(self, delta: str) -> list[Event]:

@@ -61,7 +61,7 @@ def grammar_spec(text: str) -> GrammarSpec:
 class ThinkingForm(msgspec.Struct, frozen=True, kw_only=True):
     """How an output thinks.
 
-    family: name of a reasoning format of text/output_parser.py, or "harmony". inside: the prompt ends inside the
+    family: name of a reasoning format of text/output_parser.py. inside: the prompt ends inside the
     thinking. calls: name of the format of tool calls. tools: names of the request's tools; a call of one also ends
     the thinking. only_first: tags behind the first thinking are text, because a constraint decides what the answer is
     """

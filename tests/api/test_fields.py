@@ -6,6 +6,8 @@ import msgspec
 import orjson
 import pytest
 
+from jaxserve.config import Config
+
 from .conftest import LiveServer, reply_with
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
@@ -142,6 +144,19 @@ def test_template_arguments(server: LiveServer) -> None:
     assert prompt(thinking={"type": "disabled"}) == prompt(chat_template_kwargs={"enable_thinking": False})
     assert prompt(thinking={"type": "adaptive"}) == plain
     assert prompt(reasoning_effort="none") == prompt(chat_template_kwargs={"enable_thinking": False})
+
+
+def test_an_effort_has_both_names_of_templates() -> None:
+    template = "{{ reasoning_effort }}, {{ reasoning_strength }}"
+    with LiveServer(Config().replace(model={"chat_template": template})) as server:
+        for path, keys in (
+            ("/v1/chat/completions", {"reasoning_effort": "low"}),
+            ("/v1/responses", {"reasoning": {"effort": "low"}, "input": "x", "messages": None}),
+            ("/api/chat", {"think": "low", "stream": False}),
+        ):
+            body = {key: value for key, value in (CHAT | keys).items() if value is not None}
+            assert server.post(path, body).status_code == 200, path
+            assert server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids) == "low, low", path
 
 
 @pytest.mark.parametrize("role", ["SYSTEM", "developer", "latest_reminder", "root"])

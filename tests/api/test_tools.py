@@ -375,10 +375,17 @@ def test_the_head_of_a_call_that_was_cut_off_is_no_content(server: LiveServer, c
         assert message.content is None and message.tool_calls[0].function.arguments == '{"city": "Paris"}', more
 
 
-def test_harmonys_grammar_holds_from_the_first_token() -> None:
+@pytest.mark.parametrize(
+    "parser, call",
+    [
+        ("harmony", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>"),
+        ("muse_glimmer", ' to=weather<|message|><atem:invoke name="weather"></atem:invoke><|eot|>'),
+    ],
+)
+def test_a_grammar_of_channels_holds_from_the_first_token(parser: str, call: str) -> None:
     """Its channels are in the grammar. Begun after the final channel's header it would allow any answer instead."""
-    with LiveServer(Config().replace(model={"tool_parser": "harmony"})) as server:
-        reply_with(server, "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>")
+    with LiveServer(Config().replace(model={"tool_parser": parser})) as server:
+        reply_with(server, call)
         assert grammar(server, tools=[WEATHER], tool_choice="required").begin_after == ()
         wanted = {"type": "json_object"}
         assert grammar(server, tools=[WEATHER], response_format=wanted).begin_after == ()

@@ -12,7 +12,6 @@ import pytest
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.tools import CallModel, GrammarTool, is_raw_input, no_call_grammar, tool_grammar
-from jaxserve.text.output_parser import HarmonyParser
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 from jaxserve.text.tools.registry import TOOL_FORMATS
@@ -45,7 +44,7 @@ TEMPLATES = {
     "deepseek_fenced": ("deepseek_v3", "```json"),
     "glm47": ("glm45", "</arg_key><arg_value>"),
 }
-PARSERS = {name: form.parser for name, form in TOOL_FORMATS.items()} | {"harmony": HarmonyParser}
+PARSERS = {name: form.parser for name, form in TOOL_FORMATS.items()}
 PARSERS |= {name: TOOL_FORMATS[family].parser for name, (family, _) in TEMPLATES.items()}
 
 
@@ -135,9 +134,11 @@ AUTO = {
     "<|tool_call_end|><|tool_calls_section_end|>",
     "harmony": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.now "
     "<|constrain|>json<|message|>{}",
+    "muse_glimmer": " to=self<|message|>Hm<|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n"
+    '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
 }
 DEEP = '{"name": "get_weather", "parameters": {"city": "a", "days": 1, "deep": '
-ANSWERS = {"harmony": "<|channel|>final<|message|>Hello [now] <b>"}
+FINAL = {"harmony": "<|channel|>final<|message|>", "muse_glimmer": " to=user<|message|>"}
 
 
 @pytest.mark.parametrize("name", AUTO)
@@ -146,12 +147,12 @@ def test_auto_allows_text_and_calls_of_known_tools(factory: MatcherFactory, toke
         return grammar(factory, tokenizer, name, [NOW, WEATHER], required=False, **options)
 
     answer, call = fresh(), fresh()
-    assert feed(answer, tokenizer, ANSWERS.get(name, "Hello <b> [x] {y}")) and answer.is_accepting
+    assert feed(answer, tokenizer, FINAL.get(name, "") + "Hello <b> [x] {y}") and answer.is_accepting
     assert feed(call, tokenizer, AUTO[name]), call.error
     assert call.is_accepting
     assert not feed(fresh(), tokenizer, AUTO[name].replace("now", "nope"))
     second = AUTO[name].removeprefix("Hi. ")
-    if name not in ("harmony", "llama3_json", "pythonic"):
+    if name not in (*FINAL, "llama3_json", "pythonic"):
         assert not feed(fresh(parallel=False), tokenizer, AUTO[name] + second)
 
 
@@ -164,7 +165,7 @@ def test_a_json_answer_or_calls(factory: MatcherFactory, tokenizer: Tokenizer, n
     def fresh() -> GrammarMatcher:
         return grammar(factory, tokenizer, name, [GrammarTool("now")], required=False, answer=schema)
 
-    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    final = FINAL.get(name, "")
     answer, call = fresh(), fresh()
     assert feed(answer, tokenizer, final + '{"name": "Bo"}') and answer.is_accepting
     text = AUTO[name].removeprefix("Hi. ")
@@ -209,6 +210,7 @@ SPEAK, CALC = GrammarTool("speak", custom=True, lark=SPOKEN), GrammarTool("calc"
 
 FAMILIES = ["hermes", "json", "llama3_json", "mistral_named", "deepseek_v3", "kimi_k2", "pythonic"]
 FAMILIES += ["qwen3_coder", "glm45", "deepseek_v32", "gemma4", "minimax_m2", "hy_v3", "seed_oss", "lfm2", "olmo3"]
+FAMILIES += ["muse_glimmer"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -483,7 +485,7 @@ def test_where_no_call_is_allowed_text_is_free_and_calls_are_not(
     special = {text: i for i in tokenizer.special_ids if (text := tokenizer.id_to_token(i))}
     spec = no_call_grammar(CallModel(family, template, special))
     assert spec is not None
-    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    final = FINAL.get(name, "")
     for text in ("It is sunny.\n", '{"answer": [1, 2]}', "[1, 2]", "f(x) < 2"):
         assert feed(factory(spec), tokenizer, final + text), text
     rng = random.Random(5)

@@ -54,6 +54,15 @@ TAGS = {
     "harmony": ["<|end|>", "<|call|>", "<|channel|>final<|message|>", "<|start|>", "<|return|>"],
     "hy": ["<tool_sep:opensource>", "</tool_call:opensource>", "<arg_key:opensource>path</arg_key:opensource>"],
     "invoke": ["</parameter>", "</invoke>", '<invoke name="write">', '<parameter name="path">', "<minimax:tool_call>"],
+    "atem": [
+        "</atem:parameter>",
+        "</atem:invoke>",
+        '<atem:invoke name="write">',
+        '<atem:parameter name="path">',
+        "<atem:function_calls>",
+        "<|eom|>",
+        " to=user<|message|>",
+    ],
     "seed": ["</seed:tool_call>", "<seed:tool_call>", "<seed:think>"],
     "gemma": ['<|"|>', '<|"|>,', '<|"|>}', "<tool_call|>", "<|tool_call>call:now{}", "call:write{", "<channel|>"],
     "other": [
@@ -112,6 +121,10 @@ STRUCTURES = [
     "</parameter>\n</invoke>\n",
     "</parameter>\n</invoke>\n</minimax:tool_call>",
     "</parameter></function></seed:tool_call>",
+    '</atem:parameter>\n<atem:parameter name="path">y',
+    '</atem:parameter>\n<atem:parameter name="unknown">y',
+    "</atem:parameter>\n</atem:invoke>\n",
+    "</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|>",
     "</arg_value:opensource>\n<arg_key:opensource>path</arg_key:opensource>\n<arg_value:opensource>y",
     "</arg_value:opensource>\n</tool_call:opensource>",
     '<|"|>,path:<|"|>y',
@@ -260,11 +273,12 @@ def dsml(call: Call, _: int, rng: random.Random) -> str:
     return f'<｜DSML｜invoke name="{call.name}">\n{parameters}</｜DSML｜invoke>\n'
 
 
-def invoke(call: Call, _: int, rng: random.Random) -> str:
+def invoke(call: Call, _: int, rng: random.Random, prefix: str = "") -> str:
     parameters = "".join(
-        f'<parameter name="{key}">{tagged_value(value, rng)}</parameter>\n' for key, value in as_mapping(call).items()
+        f'<{prefix}parameter name="{key}">{tagged_value(value, rng)}</{prefix}parameter>\n'
+        for key, value in as_mapping(call).items()
     )
-    return f'<invoke name="{call.name}">\n{parameters}</invoke>\n'
+    return f'<{prefix}invoke name="{call.name}">\n{parameters}</{prefix}invoke>\n'
 
 
 def gemma(call: Call, _: int, rng: random.Random) -> str:
@@ -301,6 +315,17 @@ def harmony(calls: Calls, texts: Sequence[str], rng: random.Random) -> str:
     said = f"<|channel|>commentary<|message|>{texts[0]}<|end|><|start|>assistant" if texts[0] else ""
     head = f"<|channel|>commentary to=functions.{calls[0].name} <|constrain|>json<|message|>"
     return said + head + to_json(as_mapping(calls[0]), rng) + "<|call|>"
+
+
+def muse(calls: Calls, texts: Sequence[str], rng: random.Random) -> str:
+    """Each call is a message to its tool, whose name may have two parts: every second has."""
+    messages = [f" to=user<|message|>{texts[0]}"] * bool(texts[0])
+    for i, call in enumerate(calls):
+        written = f"<atem:function_calls>\n{invoke(call, i, rng, 'atem:')}</atem:function_calls>"
+        if i % 2:
+            written = written.replace(f'name="{call.name}"', f'name="{call.name}.{call.name}"', 1)
+        messages.append(f" to={call.name}<|message|>{written}")
+    return "<|eom|><|start|>assistant".join(messages) + "<|eot|>"
 
 
 KIMI = ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>")
@@ -384,6 +409,7 @@ FAMILIES = {
     "jamba": Family("jamba", together("<tool_calls>[", ", ", "]</tool_calls>", json_call("arguments")),
                     own=("<tool_calls>",)),
     "harmony": Family("harmony", harmony, "harmony", single=True, own=("<|",)),
+    "muse_glimmer": Family("muse_glimmer", muse, "muse_glimmer", own=("<|",)),
 }  # fmt: skip
 
 
@@ -425,9 +451,9 @@ def _dsml_ends(text: str, name: str, given: set[str]) -> bool:
     return bool(re.search(call_ends, text)) or any(_may_come(key, name, given) for key in keys)
 
 
-def _invoke_ends(text: str, name: str, given: set[str]) -> bool:
-    keys = re.findall(r'</parameter>\s*<parameter name="([^"<]+)"[^<>]*>', text)
-    call_ends = rf'</parameter>\s*</invoke>\s*(<invoke|</minimax:tool_call>)|</invoke>\s*<invoke name="({_OFFERED})"'
+def _invoke_ends(text: str, name: str, given: set[str], p: str = "", behind: str = "</minimax:tool_call>") -> bool:
+    keys = re.findall(rf'</{p}parameter>\s*<{p}parameter name="([^"<]+)"[^<>]*>', text)
+    call_ends = rf'</{p}parameter>\s*</{p}invoke>\s*(<{p}invoke|{behind})|</{p}invoke>\s*<{p}invoke name="({_OFFERED})"'
     return bool(re.search(call_ends, text)) or any(_may_come(key, name, given) for key in keys)
 
 
@@ -465,9 +491,12 @@ AMBIGUOUS = {
     "hy_v3": partial(_glm_ends, s=":opensource"),
     "hy_v3_preview": _glm_ends,
     "minimax_m2": _invoke_ends,
+    "muse_glimmer": partial(_invoke_ends, p="atem:", behind=r"</atem:function_calls>|<\|(eom|eot|start)\|>"),
 }
 # the others say what is a text
-UNTYPED_AS_TEXT = ("qwen3_coder", "glm45", "glm47", "mimo", "seed_oss", "hy_v3", "hy_v3_preview", "minimax_m2")
+UNTYPED_AS_TEXT = (
+    *("qwen3_coder", "glm45", "glm47", "mimo", "seed_oss", "hy_v3", "hy_v3_preview", "minimax_m2", "muse_glimmer"),
+)
 
 
 def is_ambiguous(family: str, call: Call) -> bool:
@@ -503,6 +532,8 @@ TWO_READINGS = [
     ("mimo", {"path": "a</parameter>\n<parameter=content>b"}, {"path": "a", "content": "b"}, ""),
     ("seed_oss", {"path": "a</parameter>\n<parameter=content>b"}, {"path": "a", "content": "b"}, ""),
     ("minimax_m2", {"path": 'a</parameter>\n<parameter name="content">b'}, {"path": "a", "content": "b"}, ""),
+    ("muse_glimmer", {"path": 'a</atem:parameter>\n<atem:parameter name="content">b'},
+     {"path": "a", "content": "b"}, ""),
     ("hy_v3", {"path": "a</arg_value:opensource>\n<arg_key:opensource>content</arg_key:opensource>\n"
                        "<arg_value:opensource>b"}, {"path": "a", "content": "b"}, ""),
     ("gemma4", {"path": 'a<|"|>,content:<|"|>b'}, {"path": "a", "content": "b"}, ""),
@@ -519,6 +550,8 @@ TWO_CALLS = {
     "seed_oss": "a</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=write>\n"
                 "<parameter=path>b",
     "minimax_m2": 'a</parameter>\n</invoke>\n<invoke name="write">\n<parameter name="path">b',
+    "muse_glimmer": "a</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=write"
+                    '<|message|><atem:function_calls>\n<atem:invoke name="write.write">\n<atem:parameter name="path">b',
     "hy_v3_preview": "a</arg_value>\n</tool_call>\n<tool_call>write<tool_sep>\n<arg_key>path</arg_key>\n"
                      "<arg_value>b",
     "gemma4": 'a<|"|>}<tool_call|><|tool_call>call:write{path:<|"|>b',

@@ -19,6 +19,7 @@ import pytest
 from jaxserve.text import tools as tools_package
 from jaxserve.text.events import OutputParser
 from jaxserve.text.output_parser import REASONING_FAMILIES, ParserChoice
+from jaxserve.text.tools.channels import CHANNELS
 from jaxserve.text.tools.registry import TOOL_FORMATS
 from tests.text.hostile_calls import (
     FAMILIES,
@@ -47,6 +48,8 @@ def thinking_of(family: str, rng: random.Random) -> tuple[str, str]:
     thought = thought if not any(mark in thought for mark in marks) else "I think: " + thought.translate(_NO_TAGS)
     if reasoning == "harmony":
         return thought, f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+    if reasoning == "muse_glimmer":
+        return thought, f" to=self<|message|>{thought}<|eom|><|start|>assistant"
     tags = REASONING_FAMILIES[reasoning]
     return thought, f"{tags.start}{thought}{tags.end}"
 
@@ -130,7 +133,7 @@ def test_ten_thousand_outputs_with_hostile_values(family: str) -> None:
 
 
 def test_every_format_has_a_generator() -> None:
-    assert {form.parser for form in FAMILIES.values()} == {*TOOL_FORMATS, "harmony"}
+    assert {form.parser for form in FAMILIES.values()} == set(TOOL_FORMATS)
 
 
 @pytest.mark.parametrize("family, text, other, forgot", TWO_READINGS)
@@ -187,6 +190,8 @@ PIECES = {
     "nemotron_json": ["<TOOLCALL>", "[", "]", '{"name": "now"', "}", "</TOOLCALL>"],
     "jamba": ["<tool_calls>", "[", "]", '{"name": "now"', "}", "</tool_calls>"],
     "harmony": ["<|channel|>", "commentary to=functions.now", "<|message|>", "{", "}", "<|call|>", "<|start|>"],
+    "muse_glimmer": [" to=now", "<|message|>", "<atem:function_calls>", '<atem:invoke name="now">', "</atem:invoke>",
+                     "<|eom|>", "<|start|>", " to=self"],
 }  # fmt: skip
 
 
@@ -199,7 +204,7 @@ def check_short_strings(family: str, length: int, caplog: pytest.LogCaptureFixtu
             parsed(ParserChoice(tool=family).make(tools=TOOLS), text, itertools.repeat(size)) for size in (10**9, 1)
         )
         assert shape(whole) == shape(cut), text
-        if family != "harmony" and not whole.tool_calls:
+        if family not in CHANNELS and not whole.tool_calls:
             assert (whole.content or "") == text
         for call in whole.tool_calls:
             assert call.name in TOOLS, text
@@ -271,6 +276,10 @@ MUTANTS = [
     ("tools/json_tags.py", 'if (yield from self.reader.peek()) != "{":', 'if (yield from self.reader.peek()) == "{":',
      "apertus"),
     ("tools/mistral.py", "yield from self.reader.accept(ARGS)", "pass", "mistral_named"),
+    ("tools/channels.py", "return last if name not in self.tools and last in self.tools else name", "return name",
+     "muse_glimmer"),
+    ("tools/channels.py", 'elif recipient in ("", "user"):', "elif not recipient:", "muse_glimmer"),
+    ("tools/channels.py", "(*self._behind, *parser.ends, START)", "parser.ends", "muse_glimmer"),
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from jaxserve.text.renderer import Renderer
 from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
+from jaxserve.text.tools.channels import CHANNELS
 from jaxserve.types.sampling import GrammarSpec
 from tests.text import hostile_calls
 from tests.text.whole_outputs import ParsedOutput, parse_whole
@@ -247,7 +248,7 @@ def test_text_that_may_be_a_call_survives(family: str) -> None:
 
 
 def families() -> list[str]:
-    return [*REASONING_FAMILIES, "harmony"]
+    return [*REASONING_FAMILIES, *CHANNELS]
 
 
 HOSTILE = (
@@ -293,9 +294,8 @@ def hostile_output(family: str, rng: random.Random) -> tuple[str, str, str]:
         return "".join(rng.choices(HOSTILE, k=rng.randrange(1, count))).strip()
 
     others = [tag for name, tags in REASONING_FAMILIES.items() if name != family for tag in (tags.start, tags.end)]
-    own = (
-        (REASONING_FAMILIES[family].start, REASONING_FAMILIES[family].end) if family != "harmony" else ("<|channel|>",)
-    )
+    tags = REASONING_FAMILIES.get(family)
+    own = ("<|channel|>", "<|start|>") if tags is None else (tags.start, tags.end)
     foreign = [tag for tag in others if tag not in own and not any(each in tag for each in own)]
     thought, answer = (
         words(12) + rng.choice(["", rng.choice(foreign)]),
@@ -308,7 +308,12 @@ def hostile_output(family: str, rng: random.Random) -> tuple[str, str, str]:
             text += f"<|start|>assistant<|channel|>analysis<|message|>{second}<|end|>"
         text += f"<|start|>assistant<|channel|>final<|message|>{answer}<|return|>"
         return text, thought + ("\n" + second if second else ""), answer
-    tags = REASONING_FAMILIES[family]
+    if tags is None:
+        text = f" to=self<|message|>{thought}<|eom|>"
+        if second:
+            text += f"<|start|>assistant to=self<|message|>{second}<|eom|>"
+        text += f"<|start|>assistant to=user<|message|>{answer}<|eot|>"
+        return text, thought + ("\n" + second if second else ""), answer
     start = "" if tags.always and rng.random() < 0.5 else tags.start + rng.choice(["", "\n"])
     text = start + thought + rng.choice(["", "\n", " "]) + tags.end + rng.choice(["", "\n\n"])
     if second and not tags.start[0].isalpha():
@@ -340,7 +345,7 @@ def test_hostile_texts_around_and_inside_the_thinking(family: str) -> None:
             assert run(choice, deltas) == whole, deltas
         assert run(choice, list(text)) == whole, text
         kept = run(choice, list(text), separate_reasoning=False)
-        assert kept.reasoning is None and (family == "harmony" or kept.content == text)
+        assert kept.reasoning is None and (family in CHANNELS or kept.content == text)
 
 
 def test_without_tools_calls_stay_text() -> None:
@@ -459,6 +464,7 @@ SIGNS = {
     "Llama 3.x": ("<|python_tag|>", "llama3_json", None),
     "Llama 4": ("<|python_start|>[func_name1(", "pythonic", None),
     "gpt-oss": ("<|start|>assistant<|channel|>", "harmony", "harmony"),
+    "Muse Glimmer": ("<|start|>assistant to=self<|message|> <atem:function_calls>", "muse_glimmer", "muse_glimmer"),
 }  # fmt: skip
 
 
@@ -553,7 +559,7 @@ def test_any_text_survives(family: str) -> None:
         )
 
 
-MARKED = sorted(set(hostile_calls.FAMILIES) - {"harmony", "llama3_json", "json", "pythonic"})
+MARKED = sorted(set(hostile_calls.FAMILIES) - {*CHANNELS, "llama3_json", "json", "pythonic"})
 WRITE_TOOLS = ToolSet({"write": {"type": "object", "properties": {"path": {"type": "string"}}}})
 
 
@@ -561,7 +567,7 @@ WRITE_TOOLS = ToolSet({"write": {"type": "object", "properties": {"path": {"type
 def test_calls_and_tags_too_many_in_every_format(family: str) -> None:
     """A call within the thinking is a call, end tags about it are dropped, and second blocks are reasoning."""
     begin, end = REASONING_FAMILIES[family].start, REASONING_FAMILIES[family].end
-    for name in sorted(set(hostile_calls.FAMILIES) - {"harmony"}):
+    for name in sorted(set(hostile_calls.FAMILIES) - set(CHANNELS)):
         form = hostile_calls.FAMILIES[name]
         call = form.write([hostile_calls.Call("write", {"path": "a"})], [""], random.Random(1))
         for text, content, reasoning in (

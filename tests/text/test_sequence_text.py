@@ -127,6 +127,13 @@ THOUGHTS = [
         "It is 4.",
     ),
     (ThinkingForm(family="harmony"), "<|channel|>final<|message|>", "It is 4."),
+    (
+        ThinkingForm(family="muse_glimmer"),
+        " to=self<|message|>END<|eom|><|start|>assistant to=user<|message|>",
+        "It is 4.",
+    ),
+    (ThinkingForm(family="muse_glimmer"), " to=user<|message|>", "It is 4."),
+    (ThinkingForm(family="muse_glimmer"), "", "It is to=4."),
 ]
 
 

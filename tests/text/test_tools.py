@@ -7,8 +7,9 @@ import time
 import pytest
 
 from jaxserve.text.events import ToolCallDelta, merged
-from jaxserve.text.output_parser import HarmonyParser, ParserChoice
+from jaxserve.text.output_parser import ParserChoice
 from jaxserve.text.tools import ToolParser, ToolSet
+from jaxserve.text.tools.channels import CHANNELS
 from jaxserve.text.tools.json_tags import HermesParser
 from jaxserve.text.tools.registry import TOOL_FORMATS
 from tests.text.whole_outputs import ParsedOutput, ToolCall, parse_whole
@@ -30,7 +31,7 @@ TOOLS = ToolSet(
     },
     custom=("shell",),
 )
-FAMILIES = {name: form.parser for name, form in TOOL_FORMATS.items()} | {"harmony": HarmonyParser}
+FAMILIES = {name: form.parser for name, form in TOOL_FORMATS.items()}
 ARGS = {"city": 'Zü"rich\n', "days": 3, "tags": [1, {"a": "]}"}]}
 JSON_ARGS = json.dumps(ARGS, ensure_ascii=False)
 WEATHER, NOW = ("get_weather", ARGS), ("now", {})
@@ -41,6 +42,17 @@ def deepseek(*calls: str) -> str:
     return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
 
 
+def muse(name: str, body: str) -> str:
+    return f" to={name}<|message|><atem:function_calls>\n{body}</atem:function_calls>"
+
+
+MUSE_NOW = '<atem:invoke name="now">\n</atem:invoke>\n'
+MUSE_WEATHER = (
+    '<atem:invoke name="get_weather">\n<atem:parameter name="city">Zü"rich\n</atem:parameter>\n'
+    '<atem:parameter name="days">3</atem:parameter>\n'
+    '<atem:parameter name="tags">[1, {"a": "]}"}]</atem:parameter>\n</atem:invoke>\n'
+)
+NEXT = "<|eom|><|start|>assistant"
 DSML_PARAMETERS = (
     '<｜DSML｜parameter name="city" string="true">Zü"rich\n</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
@@ -152,6 +164,13 @@ CASES = [
                 "{}<|call|>", None, [NOW]),
     ("harmony", " to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}<|call|>", None, [NOW]),
     ("harmony", "<|channel|>commentary to=functions.now<|call|>", None, [NOW]),
+    ("muse_glimmer", muse("get_weather", MUSE_WEATHER) + "<|eot|>", None, [WEATHER]),
+    ("muse_glimmer", f" to=self<|message|>{MUSE_NOW}<|eom|><|start|>assistant{muse('now', MUSE_NOW)}{NEXT}"
+                     f"{muse('weather.get_weather', MUSE_WEATHER)}", None, [NOW, WEATHER]),
+    ("muse_glimmer", f" to=user<|message|>I look.{NEXT}{muse('now.now', MUSE_NOW.replace('now', 'now.now'))}<|eot|>",
+     "I look.", [NOW]),
+    ("muse_glimmer", f" to=now<|message|>{MUSE_NOW}{NEXT} to=user<|message|>Done.<|eot|>", "Done.", [NOW]),
+    ("muse_glimmer", muse("now", MUSE_NOW + MUSE_WEATHER), None, [NOW, WEATHER]),
 ]  # fmt: skip
 
 # what must come back as content, word for word
@@ -187,6 +206,9 @@ PLAIN = [
     ("olmo3", "<function_calls>\nunknown()"),
     ("harmony", "no channels"),
     ("harmony", "to=now is a recipient"),
+    ("muse_glimmer", "no messages"),
+    ("muse_glimmer", "to=now is a recipient"),
+    ("muse_glimmer", muse("now", "")[len(" to=now<|message|>") :] + MUSE_NOW),
 ]
 
 
@@ -254,6 +276,7 @@ UNOFFERED = [
     ("olmo3", "<function_calls>\nnope(x=1)\n</function_calls>"),
     ("nemotron_json", '<TOOLCALL>[{"name": "nope", "arguments": {}}]</TOOLCALL>'),
     ("harmony", "<|channel|>commentary to=functions.nope <|constrain|>json<|message|>{}"),
+    ("muse_glimmer", muse("nope", MUSE_NOW.replace("now", "nope")).removeprefix(" ")),
 ]  # fmt: skip
 
 
@@ -302,7 +325,7 @@ def test_cuts_do_not_matter(family: str, text: str) -> None:
 @pytest.mark.parametrize("family, text", [case for case in ALL_TEXTS if len(case[1]) < 500])
 def test_an_output_may_end_anywhere(family: str, text: str) -> None:
     """Nothing raises, no call appears from nothing, and the arguments sent are a beginning of the whole ones. Beside
-    calls the content has nothing that the whole output's has not, and without them it has all (but harmony's headers).
+    calls the content has nothing that the whole output's has not, and without them it has all (but headers).
     """
     whole_output = run(family, [text])
     calls = whole_output.tool_calls
@@ -311,7 +334,7 @@ def test_an_output_may_end_anywhere(family: str, text: str) -> None:
         cut = output.tool_calls
         if cut:
             assert (whole_output.content or "").startswith((output.content or "").rstrip()), text[:end]
-        elif family != "harmony":
+        elif family not in CHANNELS:
             assert (output.content or "") == text[:end]
         if family == "pythonic" and text in NO_PYTHONIC_CALLS:
             continue  # they begin as calls do
@@ -321,7 +344,8 @@ def test_an_output_may_end_anywhere(family: str, text: str) -> None:
             assert whole.arguments.startswith(part.arguments.removesuffix('"'))  # Python joins strings
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "glm45", "harmony"])
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "glm45", "harmony",
+                                    "muse_glimmer"])  # fmt: skip
 def test_arguments_stream_in_fragments(family: str) -> None:
     text = next(text for name, text, _, calls in CASES if name == family and calls[0] == WEATHER)
     parser = make(family)
@@ -503,6 +527,7 @@ ADVERSARIAL = {
     "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|"],
     "pythonic": ["[now(", "now(),", "[", "(", "'", "\\", "[now(x=["],
     "harmony": ["<|start|>", "<|channel|>", "<|channel|>analysis<|message|>", "<|end|>", "<|"],
+    "muse_glimmer": ["<|start|>", "<|message|>", "<|eom|>", " to=f<|message|><atem:invoke", "<atem:", "to="],
 }
 PREFIXES = {"pythonic": "[", "deepseek_v3": "<｜tool▁calls▁begin｜>", "kimi_k2": "<|tool_calls_section_begin|>"}
 

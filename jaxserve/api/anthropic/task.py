@@ -31,6 +31,7 @@ from jaxserve.api.generate.task import (
     RequestOptions,
     native_params,
     thinking,
+    thinking_effort,
     with_watermark,
 )
 from jaxserve.api.generate.tools import NO_IMAGE, Message, Mode, ToolUse, ordered, shown_function, without_header
@@ -400,7 +401,7 @@ def conversation(body: CountTokensRequest, state: ServerState) -> tuple[ChatMess
         variables |= thinking(body.thinking.type == "enabled")
     effort = body.output_config.effort if body.output_config is not None else None
     if effort is not None:
-        variables |= thinking(False) if effort == "none" else {"reasoning_effort": effort}
+        variables |= thinking(False) if effort == "none" else thinking_effort(effort)
     found = ChatMessages(
         make=make,
         size=max(0, body.size - _picture_bytes(messages) if takes else body.size),

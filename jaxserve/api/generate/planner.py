@@ -41,7 +41,7 @@ from jaxserve.grammar.tools import CallModel, no_call_grammar, tool_grammar
 from jaxserve.text.events import OutputParser
 from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import ESCAPE_MARK, Tokenizer
-from jaxserve.text.tools.registry import HARMONY
+from jaxserve.text.tools.registry import TOOL_FORMATS
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget, ThinkingForm
 
@@ -284,7 +284,6 @@ async def thinking_is_off(prompt: ChatPrompt, rendered: RenderedChat, state: Ser
     return rendered.text == without.replace(ESCAPE_MARK, "")
 
 
-_HARMONY_FINAL = "<|channel|>final<|message|>"
 _FORMATS = ("json_schema", "json_object")  # they constrain a text answer; other constraints the whole output
 
 
@@ -367,7 +366,7 @@ async def chat_grammar(prompt: ChatPrompt, rendered: RenderedChat, state: Server
         spec = await checked(found, state)
     if spec is None:
         return None
-    if state.parsers.harmony and found is not prompt.constraint:
+    if state.parsers.channels is not None and found is not prompt.constraint:
         return spec  # applies from the first token, because the grammar covers all channels, the reasoning's too
     return after_reasoning(spec, prompt, rendered, state, off=await thinking_is_off(prompt, rendered, state))
 
@@ -380,9 +379,11 @@ def after_reasoning(
     off: whether the request turned reasoning off
     """
     tokenizer = state.engine.tokenizer
-    if state.parsers.harmony:
-        continues = prompt.continued != ""  # within the final channel, whose header is in the prompt
-        return spec if continues else msgspec.structs.replace(spec, begin_after=_ids(tokenizer, _HARMONY_FINAL))
+    if state.parsers.channels is not None:
+        channels = TOOL_FORMATS[state.parsers.channels].calls.channels
+        continues = prompt.continued != ""  # within the answer, whose header is in the prompt
+        header = "" if channels is None else channels.answer
+        return spec if continues else msgspec.structs.replace(spec, begin_after=_ids(tokenizer, header))
     tags = state.parsers.think_tags
     if tags is None:
         return spec
@@ -444,7 +445,7 @@ class Planner:
         tokenizer = self.state.engine.tokenizer
         has_tools = prompt.tools.mode != "none"
         form = self._thinking_form(prompt, rendered)
-        is_answer = _is_answer(prompt, params.grammar) and not self.state.parsers.harmony
+        is_answer = _is_answer(prompt, params.grammar) and self.state.parsers.channels is None
         has_stops = bool(params.stop or params.stop_regex)
         params = msgspec.structs.replace(
             params,
@@ -490,8 +491,8 @@ class Planner:
     def _thinking_form(self, prompt: ChatPrompt, rendered: RenderedChat) -> ThinkingForm | None:
         """Return the form of the model's reasoning; None for a model without reasoning."""
         parsers, offered = self.state.parsers, prompt.tools.tool_set
-        if parsers.harmony:
-            return None if prompt.continued else ThinkingForm(family=HARMONY)
+        if parsers.channels is not None:
+            return None if prompt.continued else ThinkingForm(family=parsers.channels)
         if parsers.think_tags is None:
             return None
         return ThinkingForm(

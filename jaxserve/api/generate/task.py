@@ -463,12 +463,17 @@ def check_no_extras(params: SamplingParams, shape: str) -> None:
             raise InvalidValueError(f"{shape} does not go with {name}.", param=name)
 
 
+T = TypeVar("T")
+
+
 def thinking(on: bool) -> dict[str, bool]:
     """Return the template variables that turn reasoning on or off, under both names that templates use."""
     return {"enable_thinking": on, "thinking": on}
 
 
-T = TypeVar("T")
+def thinking_effort(effort: T) -> dict[str, T]:
+    """Return the template variables of how much to think, under both names that templates use."""
+    return {"reasoning_effort": effort, "reasoning_strength": effort}
 
 
 def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str) -> list[str | list[int]]:

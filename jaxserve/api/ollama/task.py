@@ -16,6 +16,7 @@ from jaxserve.api.generate.task import (
     TextPrompt,
     native_params,
     thinking,
+    thinking_effort,
     with_watermark,
 )
 from jaxserve.api.generate.tools import ToolUse, in_place, offered_tools, without_header
@@ -113,7 +114,7 @@ def _conversation(
 def _thinking(wish: bool | str | None) -> dict[str, Any]:
     if wish is None or isinstance(wish, bool):
         return {} if wish is None else dict(thinking(wish))
-    return thinking(True) | {"reasoning_effort": wish}
+    return thinking(True) | thinking_effort(wish)
 
 
 def _sampling(body: OllamaChatRequest | OllamaGenerateRequest, state: ServerState) -> SamplingParams:

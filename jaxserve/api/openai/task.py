@@ -21,6 +21,7 @@ from jaxserve.api.generate.task import (
     request_options,
     sampling_params,
     thinking,
+    thinking_effort,
     truncation,
 )
 from jaxserve.api.generate.tools import in_call_order, in_place, tool_use, without_header
@@ -271,7 +272,7 @@ def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
     if effort == "none":
         variables |= thinking(False)
     elif effort is not None:
-        variables["reasoning_effort"] = effort
+        variables |= thinking_effort(effort)
     given = {"verbosity": body.verbosity, "task": body.task}
     variables |= {name: value for name, value in given.items() if value is not None}
     return variables | (body.chat_template_kwargs or {})

@@ -28,6 +28,7 @@ from jaxserve.api.generate.task import (
     prefix_namespace,
     sampling_params,
     thinking,
+    thinking_effort,
 )
 from jaxserve.api.generate.tools import (
     NO_IMAGE,
@@ -668,7 +669,7 @@ def _messages(
     variables: Json = {}
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None:
-        variables |= thinking(False) if effort == "none" else {"reasoning_effort": effort}
+        variables |= thinking(False) if effort == "none" else thinking_effort(effort)
     if body.text is not None and body.text.verbosity is not None:
         variables["verbosity"] = body.text.verbosity
     return ChatMessages(

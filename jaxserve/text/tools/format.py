@@ -70,12 +70,27 @@ Call = JsonCall | NamedCall | TaggedCall | PythonCall | NotedCall
 
 
 @dataclass(frozen=True, slots=True)
+class Channels:
+    """How a model writes an output as messages.
+
+    thought, thought_end: texts around reasoning. again: what begins another message, before its header
+    answer: the header of an answer
+    """
+
+    thought: str
+    thought_end: str
+    again: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a model writes the calls of one output.
 
     open, separator, close: texts around the calls and between them
     trigger: the text that begins calls in free text; `open` or the call begins with it; "": calls begin the output
     single: there is one call per output
+    channels: of an output that is a list of messages, of which a call, with its header, is one
     """
 
     call: Call
@@ -84,6 +99,7 @@ class CallFormat:
     close: str = ""
     trigger: str = ""
     single: bool = False
+    channels: Channels | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,7 @@ import pkgutil
 from types import MappingProxyType
 
 from jaxserve.text import tools
-from jaxserve.text.tools.format import CallFormat, NamedCall, ToolFormat
-
-HARMONY = "harmony"  # gpt-oss; text/output_parser.py parses its calls together with its other channels
-HARMONY_CALLS = CallFormat(
-    NamedCall("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"), single=True
-)
-_HARMONY_ALIASES = ("openai", "gpt_oss")
+from jaxserve.text.tools.format import ToolFormat
 
 
 def _declared() -> list[ToolFormat]:
@@ -29,12 +23,11 @@ _BY_SIGN = sorted(TOOL_FORMATS.values(), key=lambda each: each.general)
 
 def known_tool_formats() -> dict[str, str]:
     """Return {name or alias: name} of all formats."""
-    names = {alias: each.name for each in TOOL_FORMATS.values() for alias in (each.name, *each.aliases)}
-    return names | dict.fromkeys((HARMONY, *_HARMONY_ALIASES), HARMONY)
+    return {alias: each.name for each in TOOL_FORMATS.values() for alias in (each.name, *each.aliases)}
 
 
 def tool_format_of_template(template: str) -> str | None:
     """Return the name of the format that a chat template's text shows; None if it shows none."""
     if "<|channel|>" in template and "<|start|>" in template:
-        return HARMONY
+        return "harmony"
     return next((each.name for each in _BY_SIGN if any(sign in template for sign in each.signs)), None)
