@@ -1,7 +1,8 @@
 """The sharding of every parameter, derived from one table (RULES) that maps logical axes to mesh axes.
 
 Dense weights are split over all devices. Experts are split over "expert", and each expert over "tensor". Heads are
-split over "tensor" alone, because the KV cache is. To try another strategy, change RULES.
+split over "tensor" alone, because the KV cache is. So is a dense weight of a mixture of experts whose groups cannot be
+split over all (Step 3.7's shared expert in FP8 has 10). To try another strategy, change RULES.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.weights import Axes, ParamSpec
 from jaxserve.ops.native import Weight
+from jaxserve.ops.quantized import Quantized
 
 _FITTING = "jaxserve plan MODEL --mesh N shows the splits of N devices that fit"
 
@@ -55,9 +57,11 @@ def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
         if "embed" in spec.axes:
             _check(spec, "embed", mesh.shape.get("tensor", 1), "model.quantize_head: false")
         return _named(hidden, mesh)
-    for axis in filter(None, spec.axes):
-        _check(spec, axis, _count(axis, mesh), "model.quantization: none")
-    return _named((_present(axis, mesh) or None for axis in spec.axes), mesh)
+    split = [_split(axis, units, mesh) for axis, units in zip(spec.axes, _units(spec), strict=True)]
+    for axis, names in zip(spec.axes, split, strict=True):
+        if axis is not None:
+            _check(spec, axis, _size(names, mesh), "model.quantization: none")
+    return _named((names or None for names in split), mesh)
 
 
 def _shared_by_row(spec: ParamSpec) -> bool:
@@ -70,6 +74,22 @@ def _shared_by_row(spec: ParamSpec) -> bool:
     if packing is None or spec.shape[-1] != 1 or "expert" in spec.axes:
         return False
     return packing.stored and packing.kind in ("int8", "fp8")
+
+
+def _units(spec: ParamSpec) -> tuple[int, ...]:
+    """Return the number of parts of each dimension that may come apart: groups of a row, if there are several."""
+    packing = spec.packing
+    if packing is None or spec.axes[-1] is None or packing.group == packing.wide[-1]:
+        return spec.shape
+    return (*spec.shape[:-1], packing.wide[-1] // packing.group)
+
+
+def _split(axis: str | None, units: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Return the mesh axes that split a logical axis of `units`: of a dense weight not "expert" if that is too many."""
+    names = _present(axis, mesh)
+    if axis == "ffn" and units > 1 and units % _size(names, mesh):
+        return tuple(name for name in names if name != "expert")
+    return names
 
 
 def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:
@@ -91,7 +111,8 @@ def depth_axes(axes: Axes, weight: Weight) -> tuple[str, ...]:
     mesh = jax.typeof(jax.tree.leaves(weight)[0]).sharding.mesh
     if axes[0] == "vocab" and not vocab_axes(weight.shape[0], mesh):  # see `param_sharding`
         return tuple(name for name in ("tensor",) if mesh.shape.get(name, 1) > 1)
-    return _present(axes[-1], mesh)
+    groups = weight.scales.shape[-1] if isinstance(weight, Quantized) else 1
+    return _split(axes[-1], groups if groups > 1 else weight.shape[-1], mesh)
 
 
 def vocab_axes(size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -109,7 +130,11 @@ def _present(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def _count(axis: str, mesh: Mesh | AbstractMesh) -> int:
-    return math.prod(mesh.shape[name] for name in _present(axis, mesh))
+    return _size(_present(axis, mesh), mesh)
+
+
+def _size(names: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _divides(spec: ParamSpec, axis: str, mesh: Mesh | AbstractMesh) -> bool:

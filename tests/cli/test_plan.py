@@ -260,6 +260,37 @@ def test_every_split_of_a_mixture_is_tried_and_the_best_is_first(
     assert "expert_ffn of 6 cannot be split over 4 devices -> use 1 device (--mesh 1x1)" in capsys.readouterr().err
 
 
+def test_a_shared_expert_whose_groups_cannot_be_split_over_all_devices_is_split_over_fewer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 3.7 Flash in FP8, smaller: its rows of 1,280 are 10 groups. Over the heads' two devices there are 5 each."""
+    hf = {
+        "architectures": ["Step3p7FlashForCausalLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128896,
+        "max_position_embeddings": 65536,
+        "intermediate_size": 11264,
+        "sliding_window": 512,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "first_k_dense_replace": 3,
+        "num_experts": 288,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "n_shared_experts": 1,
+        "scoring_func": "sigmoid",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    assert main(["plan", str(tmp_path), "--mesh", "8"]) == 0
+    rows = [row.split()[:3] for row in capsys.readouterr().out.splitlines()[5:]]
+    assert rows == [["8", "2", "4"], ["8", "1", "8"]]
+
+
 def test_gpt_oss_over_eight_devices_is_split_by_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf = PUBLISHED["gpt-oss-120b"].hf | {"num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(hf))

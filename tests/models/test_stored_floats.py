@@ -261,9 +261,10 @@ def test_over_devices(tmp_path: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    for name in ("deepseek", "gpt_oss"):
+    MODELS["shared"] = MODELS["deepseek"] | {"moe_intermediate_size": 96}  # 3 groups, which 2 devices cannot share
+    for name, tensor in (("deepseek", 2), ("gpt_oss", 2), ("shared", 1)):
         source = write_checkpoint(directory / name, *(gpt_oss() if name == "gpt_oss" else fp8(name, "blocks")))
-        one, several = load(source, "stored"), load(source, "stored", devices(2, 2))
+        one, several = load(source, "stored"), load(source, "stored", devices(tensor, 2))
         for spec, mine, theirs in zip(one.structure.specs, one.leaves, several.leaves, strict=True):
             np.testing.assert_array_equal(mine, theirs, err_msg=spec.name)
         assert paged.greedy(several, PROMPT, 4, 8) == paged.greedy(one, PROMPT, 4, 8)
