@@ -1,10 +1,13 @@
 """The tables of families in docs/models.md and README.md are what the code says."""
 
+import re
 from collections import Counter
 
 from docgen.models import ROOT, ROWS, pages
+from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.families.registry import ARCHITECTURES, NESTED
 from jaxserve.models.unserved import FAMILIES as UNSERVED
+from tests.models.families import CASES, STATE_CASES
 from tests.text.test_reasoning import SIGNS
 
 
@@ -27,6 +30,25 @@ def test_formats_are_those_of_the_published_templates() -> None:
     known = {(tool, reasoning or "-") for _, tool, reasoning in SIGNS.values()}
     known.add(("hermes", "-"))  # Qwen2.5: as Qwen3, without thinking
     assert {row.formats for row in ROWS if row.formats} <= known
+
+
+def lines(begin: str) -> list[str]:
+    """The rows of the table of docs/models.md whose head begins so."""
+    _, _, behind = (ROOT / "docs/models.md").read_text("utf-8").partition(f"\n{begin}")
+    return behind.partition("\n\n")[0].splitlines()[2:]
+
+
+def test_larger_architectures_are_those_that_are_read() -> None:
+    found = {name: "with pictures" in row for row in lines("| architecture | language model |")
+             for name in re.findall(r"\w+ForConditionalGeneration", row)}  # fmt: skip
+    assert found == {nested.architectures[0]: nested.pictures is not None for nested in NESTED.values()}
+
+
+def test_heads_for_multi_token_prediction_are_those_that_are_read() -> None:
+    named = {name for row in lines("| architecture | head |") for name in re.findall(r"\w+ForCausalLM", row)}
+    cases = [*(CASES | STATE_CASES).values(), CASES["qwen2"] | {"architectures": ["MiMoForCausalLM"]}]
+    configs = [from_hf(hf | {"num_nextn_predict_layers": 1}) for hf in cases if "text_config" not in hf]
+    assert named == {config.architecture for config in configs if config.predictor is not None}
 
 
 def test_what_is_not_served_is_named() -> None:

@@ -120,6 +120,7 @@ def _kimi_linear(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "rope_layers": (False,) * layers,
         "layer_states": tuple(state if each else None for each in _with_state(hf, linear, layers)),
         "tensor_names": _NAMES,
+        "predictor": None,  # the form of a head that guesses tokens is not published
     }
 
 

@@ -36,7 +36,8 @@ def _mistral4(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     hf = {**hf, "rope_parameters": rotation, "first_k_dense_replace": hf.get("first_k_dense_replace") or 0}
     changes = deepseek_v3(hf, fields)
     experts = dataclasses.replace(changes["moe"], router="softmax", correction=False)
-    return changes | {"moe": experts, "packed_experts": "rows", "rope": _scaled(hf, changes["rope"])}
+    own = {"predictor": None}  # the form of a head that guesses tokens is not published
+    return changes | own | {"moe": experts, "packed_experts": "rows", "rope": _scaled(hf, changes["rope"])}
 
 
 _YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0}
