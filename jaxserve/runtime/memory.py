@@ -273,7 +273,7 @@ def split_pool(
     The first of these groups gets twice the pages that all requests can have at once; the second half is for cached
     prefixes. The others get their share, see `Sizes.of_groups`, and group 0 gets the rest.
     If that is too much, the first gets half as many pages as group 0, which suits a context of two windows, or a larger
-    share if the longest request needs one.
+    share if the longest request needs one. It gets up to a half less if group 0 then has room for one full context.
     If no layer sees all tokens, pages of group 0 take no memory. Their number is then set so that they never limit
     admission before the other groups' pages do.
     If one full context with its windows does not fit, all layers keep their whole context, and the context is shorter.
@@ -304,6 +304,9 @@ def _affordable(num_bytes: int, sizes: Sizes, max_model_len: int) -> tuple[int, 
     share = max(0.5, span.most(max_model_len) / longest) if sizes.page_bytes else 1.0
     page_bytes = sum(size * each.decoding / span.decoding for each, size in sizes.groups)  # with the others' shares
     affordable = int(share * num_bytes / (sizes.page_bytes + share * page_bytes))
+    beside = int((num_bytes - longest * sizes.page_bytes) / page_bytes)  # one full context
+    if affordable // 2 <= beside:
+        affordable = min(affordable, beside)
     first = max(min(span.for_requests(sizes.max_num_seqs), affordable), span.least(max_model_len))
     return sizes.of_groups(first, max_model_len)
 

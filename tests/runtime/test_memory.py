@@ -213,6 +213,9 @@ def test_where_memory_is_short_windows_get_half_as_many_pages() -> None:
     assert (pages, windows) == (4096, 2048)
     pages, (windows,) = split_pool(6 * GIB, ALTERNATING, 1600)  # 100 pages, 67 of them in the window
     assert windows == pytest.approx(0.67 * pages, rel=0.02) and pages + windows == 6 * 1024
+    for context, found in ((4096, (4096, 2048)), (4500, (4500, 1644)), (5120, (5120, 1024)), (5124, (4096, 2048))):
+        pages, (windows,) = split_pool(6 * GIB, ALTERNATING, 16 * context)
+        assert (pages, windows) == found, "a full context fits if windows give up at most half of their pages"
 
 
 def test_where_every_layer_has_a_window_the_other_pages_cost_nothing() -> None:
