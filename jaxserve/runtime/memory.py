@@ -380,7 +380,8 @@ def _too_small(sizes: Sizes, num_pages: int, of_groups: Sequence[int], max_model
 
 def _advice(longest: int) -> str:
     lower = f"set model.max_model_len to at most {longest}, " if longest else ""
-    return f"{lower}raise cache.memory_fraction or cache.num_pages, or take a smaller model"
+    more = "use more devices (jaxserve plan MODEL says how many) or model.quantization"
+    return f"{lower}raise cache.memory_fraction or cache.num_pages, {more}, or take a smaller model"
 
 
 def _mib(num_bytes: int) -> str:
