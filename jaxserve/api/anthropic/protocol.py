@@ -129,7 +129,9 @@ class OutputFormat(NestedObject):
 class OutputConfig(NestedObject):
     known = MESSAGES_OUTPUT
 
-    effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort.")
+    effort: str | None = Field(
+        None, description="Passed to the chat template as reasoning_effort and reasoning_strength."
+    )
     format: OutputFormat | None = Field(None, description="The answer must match the schema.")
 
 

@@ -130,7 +130,9 @@ class ReasoningConfig(NestedObject):
     known = RESPONSES_REASONING
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="none turns reasoning off; others are passed to the chat template as reasoning_effort."
+        None,
+        description="none turns reasoning off; others are passed to the chat template as reasoning_effort and "
+        "reasoning_strength.",
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Ignored: reasoning is shown.")
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Ignored.")

@@ -306,7 +306,8 @@ class Thoughts:
         begun = yield from self._reader.accept("to=")
         text = self._reader.unmark()
         if not begun:
-            self._answer(text)
+            if text:
+                self._answer(text)
             return self._answer
         self._reasoning(text)
         return (yield from self._headed(text))
