@@ -20,7 +20,7 @@ import numpy as np
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.scheduling import STATE_COLUMNS, GroupSizes, Reach, SchedulerConfig
+from jaxserve.types.scheduling import STATE_COLUMNS, STATE_EMITS, GroupSizes, Reach, SchedulerConfig
 from jaxserve.types.step import (
     FinishReason,
     Request,
@@ -250,6 +250,8 @@ class FakeRunner:
             self._extend_table(row, row.slot in admitted, config.max_drafts if output.draft_room else 0)
         for row, room in zip(rows, output.draft_room, strict=bool(output.draft_room)):
             assert room == len(self._tables[row.slot]) * config.page_size, "the pages of another request"
+        places = [(u.slot, u.group, u.first + i) for u in output.table_updates for i in range(len(u.page_ids))]
+        assert len(set(places)) == len(places), "an entry twice, of which a device may write either"
         starts = {row.slot: row.start // config.page_size for row in rows}
         for update in output.table_updates:
             if update.group in self.spans:
@@ -385,7 +387,7 @@ class FakeRunner:
         before, reads, writes = list(self.states), list[int](), list[list[int]]()
         for row in rows:
             slot = self.slots[row.slot]
-            table, tokens = slot.states, row.token_ids or [slot.last_token]
+            table, tokens = slot.states, row.token_ids or [slot.last_token, *row.drafts]
             start = row.start if row.token_ids else slot.position
             state, written = FakeState(), list[int]()
             if table[0] < len(before):
@@ -395,20 +397,24 @@ class FakeRunner:
             assert state.count == table[2], "a state of another number of tokens"
             known = state.ring | dict(zip(itertools.count(start), tokens, strict=False))
             end = start + len(tokens)
-            kept = {end - 1: [table[1]]}
-            for position, page in zip(table[3::2], table[4::2], strict=True):
-                if table[2] < position < end and page < len(before):
+            sure = end - 1 if row.token_ids else start  # drafts may be wrong
+            kept = {sure: [table[1]]}
+            # The program of decode rows without drafts looks at one entry.
+            num_entries = STATE_EMITS if row.token_ids or row.drafts else 1
+            for position, page in list(zip(table[3::2], table[4::2], strict=True))[:num_entries]:
+                if table[2] < position <= sure and page < len(before):
+                    assert position % self.config.states.border == 0, "a state that no kernel keeps"
                     kept.setdefault(position, []).append(page)
-            for position in range(state.count, end):
+            for position in range(state.count, sure + 1):
                 for page in kept.get(position, ()):
                     written.append(page)
                     last = end if page == table[1] else position
                     ring = {place: token for place, token in known.items() if position - RING <= place < last}
                     self.states[page] = replace(state, ring=ring)
-                state = state.fold([known[position]]) if position < end - 1 else state
+                state = state.fold([known[position]]) if position < sure else state
             reads.append(table[0])
             writes.append(written)
-            table[0], table[2] = table[1], end - 1
+            table[0], table[2] = table[1], sure
         assert len(set(itertools.chain(*writes))) == sum(map(len, writes)), "two rows write the same state"
         for i, written in enumerate(writes):
             assert not {*reads[:i], *reads[i + 1 :]} & set(written), "a row writes a state that another one reads"

@@ -517,6 +517,6 @@ def _groups(config: SchedulerConfig) -> tuple[LayerGroup, ...]:
         for index, (group, span) in enumerate(pairs, start=1)
     ]
     if config.states is not None:
-        keeps = config.prefix_cache
-        groups.append(StateGroup(1 + len(groups), config.states, config.page_size, config.num_slots, keeps=keeps))
+        sizes, index = (config.states, config.page_size, config.num_slots), 1 + len(groups)
+        groups.append(StateGroup(index, *sizes, max_drafts=config.max_drafts, keeps=config.prefix_cache))
     return tuple(groups)

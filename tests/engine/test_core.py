@@ -116,7 +116,7 @@ class World:
 
     def with_states(self, config: SchedulerConfig) -> SchedulerConfig:
         """Some of them with windows too."""
-        config, rng = replace(self.with_groups(config), num_host_pages=0, max_drafts=0), self.rng
+        config, rng = replace(self.with_groups(config), num_host_pages=0), self.rng
         groups = tuple(replace(group, num_host_pages=0) for group in config.groups)
         border = config.page_size * rng.choice([1, 1, 2])
         sizes = StateSizes(rng.choice([2, 3, 5, 9, 40]), border * rng.choice([1, 2, 3]), border)
@@ -131,6 +131,10 @@ class World:
         prompt = (rng.choice(self.stems)[: rng.randrange(24)] + rng.choices(range(VOCAB), k=rng.randrange(1, 14)))[
             : self.room - 1
         ]
+        if self.states and self.transcripts and rng.random() < 0.4:  # the next turn of a conversation
+            last = rng.choice(list(self.transcripts))
+            before = [*self.requests[last].prompt_token_ids, *self.transcripts[last].token_ids]
+            prompt = [*before, *prompt[-3:]][: self.room - 1]
         for _ in range(rng.choice([1, 1, 1, 4])):
             name = f"r{next(self.names)}"
             stop = tuple(rng.choices(range(VOCAB), k=2)) if rng.random() < 0.3 else ()

@@ -17,10 +17,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.kv.groups.cached_pages import CachedPages
 from jaxserve.kv.groups.state_group import StateGroup, StatePages
 from jaxserve.kv.radix_cache import Node
+from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.scheduling import STATE_COLUMNS, StateSizes
 from jaxserve.types.step import Request, TableUpdate
 from tests.engine.test_core import World
-from tests.fakes import VOCAB, make_core, make_request, run_all, small_config
+from tests.fakes import VOCAB, alone, make_core, make_request, run_all, small_config
 
 PAGE, BORDER, INTERVAL = 4, 8, 32
 
@@ -29,6 +30,12 @@ def core_of(num_pages: int = 40, **changes: object) -> EngineCore:
     sizes: dict[str, object] = {"num_pages": 400, "max_model_len": 512, "max_num_batched_tokens": 64}
     states = StateSizes(num_pages, INTERVAL, BORDER)
     return make_core(small_config(**(sizes | {"states": states} | changes)), eos_token_ids=(1000,))
+
+
+def states_of(core: EngineCore) -> StateGroup:
+    states = core.scheduler.kv.states
+    assert states is not None
+    return states
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -54,21 +61,103 @@ def test_a_shared_beginning_costs_an_interval_once_and_then_a_border() -> None:
     assert core.scheduler.counters.stateless_tokens == 4 + (92 - 64) + (92 - 88)
 
 
-def test_a_conversation_computes_what_is_new_and_what_was_written_since_the_last_state() -> None:
-    core, history, before = core_of(), words(50), 0
-    for turn in range(6):
-        answer = run_all(core, [make_request(f"turn {turn}", history, max_tokens=40)])[f"turn {turn}"].token_ids
-        now = core.scheduler.counters.prefill_tokens
-        assert now - before <= 20 + BORDER + INTERVAL or not turn
-        history, before = history + answer + words(20, turn), now
+DRAFTS = 5
+CONVERSATION = 20 + BORDER + INTERVAL  # what a turn may compute: its new tokens, and what was written since a state
+
+
+def turns(core: EngineCore, name: str, count: int, max_tokens: int = 40) -> list[int]:
+    """Prompt tokens that each turn of a conversation computes, each with 20 new ones."""
+    history, found = words(50, sum(name.encode())), []
+    for turn in range(count):
+        before = core.scheduler.counters.prefill_tokens
+        transcript = run_all(core, [make_request(f"{name} {turn}", history, max_tokens=max_tokens)])[f"{name} {turn}"]
+        found.append(core.scheduler.counters.prefill_tokens - before)
+        history = history + transcript.token_ids + words(20, turn)
     core.scheduler.check_integrity()
+    return found
 
 
-def test_siblings_wait_for_the_state_at_the_prompts_last_border() -> None:
-    core, prompt = core_of(max_num_batched_tokens=16), words(63)
+def test_a_conversation_computes_what_is_new_and_what_was_written_since_the_last_state() -> None:
+    assert max(turns(core_of(), "turn", 6)[1:]) <= CONVERSATION
+
+
+class Scripted:
+    """Proposes the drafts of a script, by the number of tokens that a request has."""
+
+    def __init__(self, drafts: dict[int, list[int]]) -> None:
+        self._drafts = drafts
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return self._drafts.get(request.num_tokens, [])[:most]
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept of a request."""
+
+
+def all_drafts() -> Any:
+    """Rows get all drafts that there are."""
+    return patch("jaxserve.scheduler.speculation.allot", lambda rows, offers, *_: [count for _, count in offers])
+
+
+class Right:
+    """Proposes what follows, in rows of 1 to DRAFTS drafts."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        context = request.token_ids(0, request.num_tokens)
+        following = alone(context, SamplingParams(temperature=0.0, max_tokens=1 + request.num_tokens % DRAFTS))[0]
+        return following[:most]
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept of a request."""
+
+
+def test_an_answer_made_of_drafts_keeps_its_states_too() -> None:
+    sizes: dict[str, object] = {"max_drafts": DRAFTS, "verify_sizes": (6,), "num_pages": 400, "max_model_len": 1024}
+    config = small_config(**sizes, states=StateSizes(40, INTERVAL, BORDER))
+    core = make_core(config, eos_token_ids=(1000,), drafter=Right())
+    with all_drafts():
+        found = turns(core, "turn", 6, max_tokens=100)
+    drafts = core.scheduler.stats().drafts
+    assert drafts is not None and sum(drafts.accepted_per_pos) > 300
+    assert max(found[1:]) <= CONVERSATION + DRAFTS
+
+
+def test_a_state_that_only_the_last_drafts_passed_is_not_kept() -> None:
+    """The row after them would write it. Drafts that were wrong had reserved its page."""
+    prompt = words(6)
+    answer, _ = alone(prompt, SamplingParams(temperature=0.0, max_tokens=8))
+    wrong = [(token + 1) % VOCAB for token in answer[1:6]]
+    drafter = Scripted({6: wrong, 7: wrong, 8: answer[2:7]})
+    sizes: dict[str, object] = {"max_drafts": DRAFTS, "verify_sizes": (6,), "states": StateSizes(40, PAGE, PAGE)}
+    core = make_core(small_config(**sizes), eos_token_ids=(1000,), drafter=drafter)
+    with all_drafts():
+        assert run_all(core, [make_request("a", prompt, max_tokens=8)])["a"].token_ids == answer
+    drafts = core.scheduler.stats().drafts
+    assert drafts is not None and (drafts.num_drafts, drafts.accepted_per_pos) == (2, [1] * 5)
+    assert computed(core, prompt + answer, "b") == 14 - 4, "the state of the prompt's last border"
+
+
+def test_drafts_that_reach_a_second_border_replace_no_state_of_the_same_step() -> None:
+    prompt = words(8)
+    answer, _ = alone(prompt, SamplingParams(temperature=0.0, max_tokens=12))
+    sizes: dict[str, object] = {"max_drafts": DRAFTS, "verify_sizes": (6,), "states": StateSizes(40, PAGE, PAGE)}
+    drafter = Scripted({8: answer[:5], 9: answer[1:6]})
+    core = make_core(small_config(**sizes), eos_token_ids=(1000,), drafter=drafter)
+    with all_drafts():
+        assert run_all(core, [make_request("a", prompt, max_tokens=12)])["a"].token_ids == answer
+    assert core.scheduler.counters.prefill_tokens == 8
+
+
+@pytest.mark.parametrize(("length", "budget"), [(57, 16), (63, 16), (63, 56)])
+@pytest.mark.parametrize("drafts", [{}, {"max_drafts": DRAFTS, "verify_sizes": (6,)}])
+def test_siblings_wait_for_the_state_at_the_prompts_last_border(
+    length: int, budget: int, drafts: dict[str, object]
+) -> None:
+    """A chunk that ends at the border does not write it: the one after it does."""
+    core, prompt = core_of(max_num_batched_tokens=budget, **drafts), words(length)
     requests = [make_request(f"r{i}", prompt, max_tokens=9, group="one") for i in range(4)]
     run_all(core, requests)
-    assert core.scheduler.counters.prefill_tokens == 63 + 3 * (63 - 56)
+    assert core.scheduler.counters.prefill_tokens == length + 3 * (length - 56)
 
 
 def test_an_evicted_state_leaves_its_pages_and_the_junction_comes_back() -> None:
@@ -83,8 +172,7 @@ def test_an_evicted_state_leaves_its_pages_and_the_junction_comes_back() -> None
 def test_without_a_prefix_cache_no_state_is_kept() -> None:
     core = core_of(num_pages=2, prefix_cache=False)
     assert [computed(core, words(60), name) for name in "ab"] == [60, 60]
-    states = core.scheduler.kv.states
-    assert states is not None and states.cached.num_pages == 0
+    assert states_of(core).cached.num_pages == 0
 
 
 def test_what_a_state_excludes_is_named() -> None:

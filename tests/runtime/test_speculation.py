@@ -219,6 +219,11 @@ def test_windows_experts_latent_attention_and_states(
     core = make_core(runner, oracle(plain, 0.8), **sizes)
     assert seen(run_all(core, requests)) == plain
     assert accepted(core) > 0
+    longest = PROMPTS[2] + plain["2"][0]
+    again = [make_request("again", longest, max_tokens=5)]
+    found = seen(run_all(core, again))
+    assert core.scheduler.counters.cached_tokens >= 64  # with states, from the one that rows with drafts have written
+    assert found == seen(run_all(make_core(runner, None, **sizes), again))
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class StatePages:
     read: node of that state while it is locked; None: it is not locked, or there was none
     plan: positions at which the prompt's state is to be kept, the most useful first
     entries: the states to keep in the device's table. pending: kept states that `commit` has not given to the cache, by
-    position
+    position; of the output the last one that was written, and at most one after it
     """
 
     own: int
@@ -68,13 +68,21 @@ class StatePages:
     due: int = _NEVER
 
 
+def _is_of_output(request: Request, position: int) -> bool:
+    """Return whether a decode row writes the state at `position`, and not a chunk of the prompt."""
+    return position >= request.num_prefill_tokens
+
+
 class StateGroup:
     """Gives requests their state pages and takes them back. Implements LayerGroup.
 
-    index: of the group, the last one. page_size: tokens of a page of group 0. keeps: there is a prefix cache
+    index: of the group, the last one. page_size: tokens of a page of group 0. max_drafts: of a row.
+    keeps: there is a prefix cache
     """
 
-    def __init__(self, index: int, sizes: StateSizes, page_size: int, num_slots: int, *, keeps: bool) -> None:
+    def __init__(
+        self, index: int, sizes: StateSizes, page_size: int, num_slots: int, *, max_drafts: int = 0, keeps: bool
+    ) -> None:
         self.index = index
         self.num_pages = sizes.num_pages
         self.pool = PagePool(sizes.num_pages)
@@ -82,6 +90,7 @@ class StateGroup:
         self._sizes = sizes
         self._page_size = page_size
         self._idle_slots = num_slots
+        self._max_drafts = max_drafts
         self._keeps = keeps
         # One long prompt must not evict the states of all others.
         self._most_planned = max(2, sizes.num_pages // 4)
@@ -178,19 +187,33 @@ class StateGroup:
         return TableUpdate(request.slot, self.index, first, values)
 
     def grow(self, request: Request, count: int) -> TableUpdate | None:
-        """Keep the state at a multiple of the interval, where the next decode row begins. Returns the table entries.
+        """Keep the state at the last multiple of the interval in the `count` new pages of a request, if there is one.
 
-        Called at each border of pages. The page must be free without eviction, and each idle slot keeps one.
+        With drafts a row may end before that position, and a later one writes the state. Returns the table entries.
         """
-        position = request.num_computed_tokens
-        if not self._keeps or position % self._sizes.interval or self.pool.num_free <= self._idle_slots:
+        position = (request.page_capacity - 1) // self._sizes.interval * self._sizes.interval
+        if not self._keeps or position < request.page_capacity - count * self._page_size:
             return None
         held: StatePages = request.holdings[self.index]
+        last = held.pending[-1] if held.pending and _is_of_output(request, held.pending[-1][0]) else None
+        read = request.num_computed_tokens - request.num_inflight_tokens
+        if last is not None and not self._is_written(request, last[0], read):
+            return None
+        if self.pool.num_free <= self._idle_slots:
+            return None
         kept = position, self.cached.allocate(1)[0]
         held.entries = [kept] + [None] * (STATE_EMITS - 1)
         held.pending.append(kept)
-        held.due = position + 1
+        held.due = position + 1 + self._max_drafts
         return self._update(request, 3, self._listed(held))
+
+    def _is_written(self, request: Request, position: int, num_tokens: int) -> bool:
+        """Return whether the rows of the first `num_tokens` tokens, which were read, have surely written that state.
+
+        A row does not fold its last token, nor its drafts: the state needs a row that begins at `position`, or a chunk
+        that ends behind it.
+        """
+        return position < num_tokens - (self._max_drafts if _is_of_output(request, position) else 0)
 
     # --- sharing and giving back
 
@@ -205,8 +228,8 @@ class StateGroup:
         for position, page in reversed(held.pending):
             while above.depth * self._page_size > position and above.parent is not None:
                 above = above.parent
-            # The last token that a row computes is not folded: the state after n tokens needs token n.
-            if position >= num_tokens or above.depth * self._page_size != position or not above.alive:
+            is_there = above.alive and above.depth * self._page_size == position
+            if not is_there or not self._is_written(request, position, num_tokens):
                 left.append((position, page))
             elif above in self.cached:
                 self.pool.free((page,))
@@ -221,11 +244,11 @@ class StateGroup:
             held.read = None
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """Free the kept states of the output before the last one that was read."""
+        """Free the kept states of the output before the last one that was written."""
         held: StatePages = request.holdings[self.index]
-        read = [kept for kept in held.pending if kept[0] < num_tokens]
-        self.pool.free(page for _, page in read[:-1])
-        held.pending = held.pending[max(0, len(read) - 1) :]
+        written = [kept for kept in held.pending if self._is_written(request, kept[0], num_tokens)]
+        self.pool.free(page for _, page in written[:-1])
+        held.pending = held.pending[max(0, len(written) - 1) :]
         held.due = _NEVER
 
     def release(self, request: Request) -> None:
