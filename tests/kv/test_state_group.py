@@ -81,6 +81,35 @@ def test_a_conversation_computes_what_is_new_and_what_was_written_since_the_last
     assert max(turns(core_of(), "turn", 6)[1:]) <= CONVERSATION
 
 
+def test_the_newest_conversation_goes_on_where_it_ended_although_the_pool_is_full_of_older_ones() -> None:
+    core = core_of(num_pages=16, max_num_seqs=4)
+    for i in range(12):
+        computed(core, words(60, 100 + i), f"old {i}")
+    assert states_of(core).cached.num_pages == 15
+    assert turns(core, "new", 2, max_tokens=100)[1] <= CONVERSATION
+    assert [computed(core, words(60, 100 + i), f"again {i}") for i in (11, 5)] == [4, 60], "older ones were evicted"
+
+
+def test_a_single_slot_with_two_states_serves_a_conversation() -> None:
+    assert max(turns(core_of(num_pages=2, max_num_seqs=1), "turn", 4, max_tokens=100)[1:]) <= CONVERSATION
+
+
+def test_answers_keep_no_state_that_an_idle_slot_needs() -> None:
+    """A request starts beside others that write, on a state that was cached: it takes a page, and locks that one."""
+    core, prompt = core_of(num_pages=5, max_num_seqs=3), words(60)
+    assert computed(core, prompt, "a") == 60
+    for name in ("b", "c"):
+        core.add(make_request(name, words(7, ord(name)), max_tokens=200))  # too short for a state
+    for _ in range(100):
+        core.step()
+    assert states_of(core).num_available == 2
+    before, end = core.scheduler.counters.prefill_tokens, False
+    core.add(make_request("again", prompt, max_tokens=1))
+    for _ in range(4):
+        end = end or any(output.request_id == "again" for output in core.step())
+    assert end and core.scheduler.counters.prefill_tokens - before == 4
+
+
 class Scripted:
     """Proposes the drafts of a script, by the number of tokens that a request has."""
 
@@ -167,6 +196,12 @@ def test_an_evicted_state_leaves_its_pages_and_the_junction_comes_back() -> None
     assert computed(core, prompt, "b") == 60
     assert core.scheduler.counters.stateless_tokens == 56
     assert computed(core, prompt, "c") == 4
+
+
+def test_of_the_states_of_a_prompt_the_deepest_is_evicted_last() -> None:
+    core = core_of(num_pages=4, max_num_seqs=1)
+    asked = [words(60), words(20, 1), words(20, 2), words(60)]
+    assert [computed(core, prompt, f"r{i}") for i, prompt in enumerate(asked)] == [60, 20, 20, 4]
 
 
 def test_without_a_prefix_cache_no_state_is_kept() -> None:

@@ -26,7 +26,9 @@ Which states are kept, at multiples of `border`:
                   one where pages were found and no state (the tokens after it differ from the earlier request's, as the
                   next request's will); multiples of `interval`, so that a prompt with the same beginning, seen for the
                   second time, computes at most `interval` of it again
-    of an output  the last multiple of `interval`, if a page is free that no waiting request needs
+    of an output  the last multiple of `interval`. Its page may be the least recently used cached one: who wrote last is
+                  likelier to come back than who has not for the longest time. As many pages stay available as idle
+                  slots need, with one to lock for a hit
 
 (The junction is of Marconi, https://arxiv.org/abs/2411.19379.)
 """
@@ -199,11 +201,14 @@ class StateGroup:
         read = request.num_computed_tokens - request.num_inflight_tokens
         if last is not None and not self._is_written(request, last[0], read):
             return None
-        if self.pool.num_free <= self._idle_slots:
+        if self.num_available > self._idle_slots + min(self._idle_slots, 1):
+            page = self.cached.allocate(1)[0]
+        elif last is not None:
+            page = held.pending.pop()[1]  # nothing is kept if the request ends before the new state is written
+        else:
             return None
-        kept = position, self.cached.allocate(1)[0]
-        held.entries = [kept] + [None] * (STATE_EMITS - 1)
-        held.pending.append(kept)
+        held.entries = [(position, page)] + [None] * (STATE_EMITS - 1)
+        held.pending.append((position, page))
         held.due = position + 1 + self._max_drafts
         return self._update(request, 3, self._listed(held))
 
@@ -224,7 +229,7 @@ class StateGroup:
         """
         held: StatePages = request.holdings[self.index]
         self._unlock(held)
-        left, above = [], node
+        left, taken, above = [], list[Node](), node
         for position, page in reversed(held.pending):
             while above.depth * self._page_size > position and above.parent is not None:
                 above = above.parent
@@ -235,7 +240,8 @@ class StateGroup:
                 self.pool.free((page,))
             else:
                 self.cached.put(above, page)
-                self.cached.unlock(above)
+                taken.append(above)
+        self.cached.unlock_all(reversed(taken))  # the deepest, with which the next turn begins, is evicted last
         held.pending = left[::-1]
 
     def _unlock(self, held: StatePages) -> None:
