@@ -61,6 +61,27 @@ def test_a_shared_beginning_costs_an_interval_once_and_then_a_border() -> None:
     assert core.scheduler.counters.stateless_tokens == 4 + (92 - 64) + (92 - 88)
 
 
+def test_which_states_a_long_prompt_keeps() -> None:
+    """The last border and the deepest multiples: as many as a step has places, and as fill a quarter of the pool."""
+    for changes, expected in (({}, 8), ({"max_num_batched_tokens": 256}, 4), ({"num_pages": 8}, 3)):
+        core, prompt = core_of(**changes), words(255)
+        assert computed(core, prompt, "long") == 255
+        assert states_of(core).cached.num_pages == expected
+        assert computed(core, prompt[:230] + words(50, 1), "another") == 280 - 224
+
+
+def test_a_chunk_that_is_shortened_keeps_the_state_that_it_does_not_reach() -> None:
+    core, prompt = core_of(max_num_batched_tokens=65, step_sizes=(64, 128)), words(100)
+    assert computed(core, prompt, "a") == 100
+    assert states_of(core).cached.num_pages == 3
+    assert computed(core, prompt[:70] + words(9, 1), "b") == 79 - 64
+
+
+def test_a_prompt_that_ends_at_a_border_keeps_the_state_before_it() -> None:
+    core = core_of()
+    assert [computed(core, words(64), name, max_tokens=2) for name in "abc"] == [64, 8, 8]
+
+
 DRAFTS = 5
 CONVERSATION = 20 + BORDER + INTERVAL  # what a turn may compute: its new tokens, and what was written since a state
 
@@ -189,6 +210,23 @@ def test_siblings_wait_for_the_state_at_the_prompts_last_border(
     assert core.scheduler.counters.prefill_tokens == length + 3 * (length - 56)
 
 
+def test_nobody_waits_for_a_prompt_that_keeps_no_state_in_what_both_share() -> None:
+    core, shared = core_of(max_num_batched_tokens=100), words(20)
+    core.add(make_request("long", shared + words(200, 1)))
+    core.step()
+    core.add(make_request("short", shared + words(10, 2)))
+    core.step()
+    assert core.scheduler.stats().num_running == 2
+    run_all(core)
+
+
+def test_a_request_waits_for_the_page_that_it_needs_beside_the_state_that_it_begins_with() -> None:
+    core, prompt = core_of(num_pages=2, max_num_seqs=2), words(20)
+    assert computed(core, prompt, "a") == 20
+    transcripts = run_all(core, [make_request("first", words(5, 1), max_tokens=9), make_request("again", prompt)])
+    assert len(transcripts["first"].token_ids) == 9 and transcripts["again"].last is not None
+
+
 def test_an_evicted_state_leaves_its_pages_and_the_junction_comes_back() -> None:
     core, prompt = core_of(num_pages=2, max_num_seqs=2), words(60)
     assert computed(core, prompt, "a") == 60
@@ -196,6 +234,18 @@ def test_an_evicted_state_leaves_its_pages_and_the_junction_comes_back() -> None
     assert computed(core, prompt, "b") == 60
     assert core.scheduler.counters.stateless_tokens == 56
     assert computed(core, prompt, "c") == 4
+    core.add(make_request("d", prompt, max_tokens=9))
+    for _ in range(3):
+        core.step()
+    assert states_of(core).num_available == 1, "the state that it began with is needed no more"
+    run_all(core)
+
+
+def test_a_hit_makes_a_state_the_last_to_be_evicted() -> None:
+    core = core_of(num_pages=4, max_num_seqs=1)
+    asked = [0, 1, 2, 0, 3, 0, 1]  # prompts with one state each
+    found = [computed(core, words(20, seed), f"r{i}") for i, seed in enumerate(asked)]
+    assert found == [20, 20, 20, 4, 20, 4, 20]
 
 
 def test_of_the_states_of_a_prompt_the_deepest_is_evicted_last() -> None:
@@ -204,16 +254,43 @@ def test_of_the_states_of_a_prompt_the_deepest_is_evicted_last() -> None:
     assert [computed(core, prompt, f"r{i}") for i, prompt in enumerate(asked)] == [60, 20, 20, 4]
 
 
+@pytest.mark.parametrize("lose", [EngineCore.flush_prefix_cache, EngineCore.recover])
+def test_no_state_outlasts_its_prefix(lose: Callable[[EngineCore], object]) -> None:
+    """A prompt that is half computed gives the cache no state, or is computed again if the device has lost all."""
+    core, prompt = core_of(), words(100)
+    assert computed(core, prompt, "a") == 100
+    core.add(make_request("b", prompt[:50] + words(50, 1)))
+    core.step()
+    lose(core)
+    run_all(core)
+    assert states_of(core).cached.num_pages == (0 if lose is EngineCore.flush_prefix_cache else 3)
+    assert computed(core, prompt, "c") == (100 if lose is EngineCore.flush_prefix_cache else 100 - 32)
+
+
+@pytest.mark.parametrize("nan_from", [0, 70])
+def test_a_request_that_is_not_finite_leaves_no_state(nan_from: int) -> None:
+    sizes: dict[str, object] = {"max_num_batched_tokens": 64, "states": StateSizes(40, INTERVAL, BORDER)}
+    core = make_core(small_config(**sizes), eos_token_ids=(1000,), not_finite={"bad"}, nan_from=nan_from)
+    computed(core, words(60), "bad", max_tokens=40)
+    assert states_of(core).cached.num_pages == 0
+    assert computed(core, words(60), "good") == 60
+
+
 def test_without_a_prefix_cache_no_state_is_kept() -> None:
-    core = core_of(num_pages=2, prefix_cache=False)
+    core = core_of(num_pages=2, max_num_seqs=1, prefix_cache=False)
     assert [computed(core, words(60), name) for name in "ab"] == [60, 60]
+    core.add(make_request("c", words(60), max_tokens=90))
+    for _ in range(80):
+        core.step()
+        assert states_of(core).num_available == 1
+    run_all(core)
     assert states_of(core).cached.num_pages == 0
 
 
 def test_what_a_state_excludes_is_named() -> None:
     sizes: dict[str, object] = {"states": StateSizes(40, INTERVAL, BORDER)}
     changes: tuple[dict[str, object], ...] = ({"num_host_pages": 4}, {"page_size": 3})
-    for change in (*changes, {"states": StateSizes(1, 8, 8)}):
+    for change in (*changes, {"states": StateSizes(1, 8, 8)}, {"states": StateSizes(40, 12, 8)}):
         with pytest.raises(ConfigError):
             small_config(**(sizes | change))
 

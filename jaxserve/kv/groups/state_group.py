@@ -130,7 +130,7 @@ class StateGroup:
         held: StatePages | None = leader.holdings.get(self.index)
         if held is None:
             return 0
-        kept = [position for position in (held.begin, *held.plan) if position <= num_pages * self._page_size]
+        kept = [position for position in held.plan if position <= num_pages * self._page_size]
         return max(kept, default=0) // self._page_size
 
     # --- a running request
@@ -169,7 +169,7 @@ class StateGroup:
         for position in held.plan:
             if not open_places:
                 break
-            if max(start, held.begin + 1) <= position < end and position not in listed and self.num_available:
+            if start <= position < end and position not in listed and self.num_available:
                 kept = held.entries[open_places.pop(0)] = position, self.cached.allocate(1)[0]
                 insort(held.pending, kept)
                 changed = True
@@ -233,8 +233,7 @@ class StateGroup:
         for position, page in reversed(held.pending):
             while above.depth * self._page_size > position and above.parent is not None:
                 above = above.parent
-            is_there = above.alive and above.depth * self._page_size == position
-            if not is_there or not self._is_written(request, position, num_tokens):
+            if not self._is_written(request, position, num_tokens) or not above.alive:
                 left.append((position, page))
             elif above in self.cached:
                 self.pool.free((page,))
@@ -269,10 +268,15 @@ class StateGroup:
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every page of the pool is exactly once free, cached or held."""
-        owned, locked = [], []
+        owned, locked, reclaimable = [], list[Node](), 0
         for request in holders:
             held: StatePages = request.holdings[self.index]
             owned += [held.own, *(page for _, page in held.pending)]
-            assert held.pending == sorted(held.pending), "kept states out of order"
+            positions = [held.begin, *(position for position, _ in held.pending)]
+            assert positions == sorted(set(positions)), "kept states out of order, or one of them twice"
+            assert sum(_is_of_output(request, position) for position in positions[1:]) <= 2, "too many of the output"
             locked += [] if held.read is None else [held.read]
+            reclaimable += self.num_reclaimable(request)
         self.pool.check_integrity(owned + self.cached.check_integrity(locked))
+        shared = sum(locked.count(node) > 1 for node in set(locked))
+        assert self.num_available + reclaimable + shared == self.num_pages, "a release gives another number of pages"
