@@ -132,7 +132,6 @@ def _state_borders(config: Config, model: ModelConfig, platform: str, page_size:
     refused = {
         "cache.host_memory": config.cache.host_memory is not None,
         "mesh.hosts": config.mesh.hosts > 1,
-        "server.workers": config.server.workers > 1,
         "runtime.bundle": config.runtime.bundle is not None,
     }
     for name, is_asked in refused.items():

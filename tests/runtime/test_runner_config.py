@@ -82,11 +82,17 @@ def test_where_states_are_kept(case: str, platform: str, cache: dict[str, Any], 
     assert (resolve().state_interval, resolve().state_border) == (0, 0)
 
 
+def test_states_are_the_same_behind_several_api_processes() -> None:
+    """The engine's process knows of one client only, the main process."""
+    assert of_states("lfm2", server={"workers": 4}) == of_states("lfm2")
+
+
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
         ("cache.host_memory", {"cache": {"host_memory": 2**20}}),
         ("mesh.hosts", {"mesh": {"hosts": 2}}),
+        ("runtime.bundle", {"runtime": {"bundle": "."}}),
     ],
 )
 def test_what_does_not_work_with_states_is_refused_by_name(name: str, sections: dict[str, Any]) -> None:
