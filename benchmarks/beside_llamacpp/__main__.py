@@ -143,12 +143,12 @@ def _round(options: argparse.Namespace, form: str, number: int, directory: str) 
         said = _said([options.peer, str(_PEER), "run", file, rows[index], *sizes, tries])
         times = [json.loads(line) for line in said]
         other = count * options.output / min(map(sum, times))
-        rates = ", ".join(f"{name} {own[name][index]:.1f} ({own[name][index] / other:.2f})" for name in names)
+        rates = ", ".join(f"{name} {own[name][index]:.3g} ({own[name][index] / other:.2f})" for name in names)
         prompts, steps = (min(each) for each in zip(*times, strict=True))
         parts = f"prompts {prompts:.2f} s, a step {1e3 * steps / (options.output - 1):.1f} ms"
         load = os.getloadavg()[0]
         print(
-            f"{form:5} {count:3} rows, round {number}: {rates}; llama.cpp {other:.1f} ({parts}); load {load:.1f}",
+            f"{form:5} {count:3} rows, round {number}: {rates}; llama.cpp {other:.3g} ({parts}); load {load:.1f}",
             flush=True,
         )
 
