@@ -18,14 +18,19 @@ A draft model guesses nothing of a recorded text, so with one the model writes i
     python -m benchmarks.make_model MODEL_DIR --widen 2 --layers 24      # or the demo model: jaxserve/assets/demo
     python -m benchmarks.speculation MODEL_DIR --draft-model DRAFT [--rows 1 8 32] [--tokens 96] [--rounds 3]
 
-Three engines in one process write greedily by turns: without drafts, with n-grams, and with the draft model. The
-prompts are the demo model's, by default of these kinds; `--prompts FILE` has others, one in each line.
+Three engines in one process write greedily by turns: without drafts, with n-grams, and with the draft model. A head in
+EAGLE-3's form is measured as a draft model is, and both in one run:
+
+    python -m examples.draft_model HEAD --head --widen 2                 # the demo model: without --widen
+    python -m benchmarks.speculation MODEL_DIR --draft-model DRAFT HEAD [--rows 1 8 32] [--tokens 96] [--rounds 3]
+
+The prompts are the demo model's, by default of these kinds; `--prompts FILE` has others, one in each line.
 
 prose   a story
 edit    the story of the prompt, told again of another animal
 json    a list of countries with their capitals, by a JSON schema
 
-With `--hostile` the draft model gets random weights, so that none of its drafts is right. It is compared with no drafts
+With `--hostile` one draft model gets random weights, so that none of its drafts is right. It is compared with no drafts
 and with itself if it never rested, from when each row has `--after` tokens, by default 64:
 
     python -m benchmarks.speculation MODEL_DIR --draft-model DRAFT --hostile --rows 1 --texts 2 --tokens 256
@@ -59,6 +64,9 @@ from examples.demo_model import stories
 from jaxserve.config import Config
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import build_engine
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.hf_config import EAGLE3
+from jaxserve.models.checkpoint.read_config import architecture_of
 from jaxserve.runtime.model_runner import ModelRunner, VerifyStep
 from jaxserve.runtime.sampling.sampler import RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState
@@ -371,13 +379,15 @@ def compare(options: argparse.Namespace) -> None:
     else:
         kinds = options.kinds or (OWN_KINDS[:1] if options.hostile else OWN_KINDS)
         asked = [own_prompts(kind, max(most, options.texts), tokenizer) for kind in kinds]
-    ways: dict[str, dict[str, Any]] = {
-        "none": {},
-        "n-grams": {"method": "ngram"},
-        "draft model": {"method": "draft_model", "draft_model": str(options.draft_model)},
-    }
-    if options.hostile:
-        del ways["n-grams"]
+    ways: dict[str, dict[str, Any]] = {"none": {}}
+    if not options.hostile:
+        ways["n-grams"] = {"method": "ngram"}
+    for directory in options.draft_model:
+        is_head = architecture_of(ModelFiles.open(directory).config) in EAGLE3
+        way, method = ("head", "eagle3") if is_head else ("draft model", "draft_model")
+        if way in ways:
+            raise SystemExit(f"--draft-model: {directory} is a second {way}")
+        ways[way] = {"method": method, "draft_model": str(directory)}
     cores: dict[str, EngineCore] = {}
     for way, keys in ways.items():
         sizes = {"max_num_seqs": max(8, most), "max_num_batched_tokens": 128, "max_model_len": 512}
@@ -391,11 +401,12 @@ def compare(options: argparse.Namespace) -> None:
         )
         print(f"; proposing drafts takes, in ms: {each}" if each else "", flush=True)
     if options.hostile:
-        runner, rng = cores["draft model"].runner, np.random.default_rng(0)
+        *_, drafting = cores.values()
+        runner, rng = drafting.runner, np.random.default_rng(0)
         assert isinstance(runner, ModelRunner)
         noise = [rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype) for leaf in runner.draft_leaves]
         runner.draft_leaves = tuple(map(jax.device_put, noise, (leaf.sharding for leaf in runner.draft_leaves)))
-        cores[NEVER_RESTS] = cores["draft model"]
+        cores[NEVER_RESTS] = drafting
     for prompts in asked:
         for rows in options.rows:
             _by_turns(cores, prompts, rows, options)
@@ -452,7 +463,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kinds", nargs="+")
-    parser.add_argument("--draft-model", type=Path)
+    parser.add_argument("--draft-model", type=Path, nargs="+", help="a draft model, a head, or one of each")
     parser.add_argument("--prompts", type=Path, help="with --draft-model")
     parser.add_argument("--hostile", action="store_true", help="with --draft-model: give it random weights")
     parser.add_argument("--after", type=int, help="with --draft-model: tokens of each row before it counts")
@@ -460,6 +471,8 @@ def main() -> None:
     options.after = options.after or (64 if options.hostile else 1)
     if options.draft_model is None and (options.prompts is not None or options.hostile or options.after > 1):
         parser.error("--prompts, --hostile and --after are for --draft-model")
+    if options.hostile and len(options.draft_model) > 1:
+        parser.error("--hostile is for one draft model")
     if options.draft_model is not None:
         return compare(options)
     tokenizer, most = Tokenizer.from_directory(options.directory), max(options.rows)

@@ -81,6 +81,27 @@ def test_a_draft_model_is_trained_and_guesses_stories(tmp_path: Path) -> None:
     assert (tmp_path / "draft" / "model.safetensors").stat().st_size < 2_000_000
 
 
+@pytest.mark.slow
+def test_a_head_is_written_in_the_published_form(tmp_path: Path) -> None:
+    """tests/e2e/test_draft_heads.py serves one."""
+    command = [sys.executable, "-m", "examples.draft_model", str(tmp_path), "--head", "--widen", "2"]
+    run = subprocess.run(
+        [*command, "--steps", "2", "--per-skill", "2"],
+        env=os.environ | FEW,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "stories" in run.stdout.splitlines()[-1]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["hidden_size"], config["draft_vocab_size"]) == (512, 768)
+    assert (tmp_path / "model.safetensors").stat().st_size < 10_000_000
+
+
 def test_the_notebook_runs(compile_cache: str) -> None:
     """Its cells one after the other in one process, without a notebook server."""
     book = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))

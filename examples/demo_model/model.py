@@ -137,17 +137,26 @@ def attention_bias(segments: jax.Array) -> jax.Array:
     return jnp.where(same & causal, 0.0, -1e9).astype(jnp.float32)[:, None, None]
 
 
-def hidden_states(
+def layer_outputs(
     params: Params, tokens: jax.Array, segments: jax.Array, positions: jax.Array, config: DemoConfig
-) -> jax.Array:
-    """Return what the head reads of packed rows (see PackedBatch), float32 [B, T, D]."""
+) -> list[jax.Array]:
+    """Return the hidden states of packed rows (see PackedBatch) after each layer, float32 [B, T, D] each."""
     x = params["model.embed_tokens.weight"][tokens]
-    rope, bias = rope_tables(positions, config), attention_bias(segments)
+    rope, bias, found = rope_tables(positions, config), attention_bias(segments), []
     for i in range(config.num_hidden_layers):
         layer = layer_params(params, i)
         x = x + attention(rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), layer, rope, bias, config)
         x = x + mlp(rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps), layer)
-    return rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
+        found.append(x)
+    return found
+
+
+def hidden_states(
+    params: Params, tokens: jax.Array, segments: jax.Array, positions: jax.Array, config: DemoConfig
+) -> jax.Array:
+    """Return what the head reads of packed rows (see PackedBatch), float32 [B, T, D]."""
+    *_, last = layer_outputs(params, tokens, segments, positions, config)
+    return rms_norm(last, params["model.norm.weight"], config.rms_norm_eps)
 
 
 def forward(
