@@ -34,9 +34,10 @@ from jaxserve.grammar.matcher import BitmaskFiller, MatcherFactory
 from jaxserve.model_files import read_object
 from jaxserve.models.checkpoint.chosen_form import choose_head, choose_quantization
 from jaxserve.models.checkpoint.files import LOGIT_SCORE, ModelFiles
-from jaxserve.models.checkpoint.hf_config import read_config, read_eagle
+from jaxserve.models.checkpoint.hf_config import EAGLE3, read_config, read_eagle
 from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model, random_model
+from jaxserve.models.checkpoint.read_config import architecture_of
 from jaxserve.models.checkpoint.sentence_files import embedding_prompt, is_embedder, read_pooling
 from jaxserve.models.checkpoint.structure import ModelStructure, build
 from jaxserve.models.config import ModelConfig
@@ -245,7 +246,7 @@ def with_drafts(config: Config, served: LoadedModel, platform: str) -> tuple[Con
     section, note = config.speculation, ""
     if section.method == "auto":
         if section.draft_model is not None:
-            draft = read_config(ModelFiles.open(locate(_of_draft_model(config))))
+            draft = _read_draft_model(ModelFiles.open(locate(_of_draft_model(config))))
             structure = build(draft, served.structure.activation_dtype)
             sizes = _read_size(served.config, served.structure), _read_size(draft, structure)
             gain = speedup(platform, *sizes, section.max_drafts)
@@ -491,7 +492,8 @@ def load_draft_model(
             as_published["dtype"] = served.structure.activation_dtype.name
         config = _of_draft_model(config, as_published)
         files = ModelFiles.open(locate(config))
-        found = with_taps(read_eagle(files), served.config) if section.method == "eagle3" else read_config(files)
+        is_head = section.method == "eagle3"
+        found = with_taps(read_eagle(files), served.config) if is_head else _read_draft_model(files)
         check_draft_model(found, served.config)
         model, dtype = read_model(config, files, mesh, found)
         draft = _loaded(config, files, model, dtype, mesh, send)
@@ -505,6 +507,16 @@ def _of_draft_model(config: Config, changes: Mapping[str, Any] = MappingProxyTyp
     """Return the configuration with the draft model in the place of the model."""
     section = config.speculation
     return config.replace(model={"path": section.draft_model, "revision": section.draft_revision, **changes})
+
+
+def _read_draft_model(files: ModelFiles) -> ModelConfig:
+    """Read the configuration of a draft model. Raises ConfigError if it is a head."""
+    if architecture_of(files.config) in EAGLE3:
+        raise ConfigError(
+            f"speculation.draft_model: {files.directory} is a head in EAGLE-3's form",
+            fix="set speculation.method to eagle3",
+        )
+    return read_config(files)
 
 
 def _own_head(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[ModelConfig, jnp.dtype]:

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxserve import Engine
 from jaxserve.config import Config
-from jaxserve.engine.factory import pages_name, with_drafts
+from jaxserve.engine.factory import load_draft_model, pages_name, with_drafts
+from jaxserve.errors import ConfigError
 from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.checkpoint.structure import build
 from jaxserve.models.config import ModelConfig
@@ -23,6 +25,7 @@ from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import FinishReason
 from tests.conftest import ONE_ROW
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
+from tests.models.heads import eagle_config
 from tests.quick import quick_programs
 
 
@@ -48,6 +51,19 @@ def test_a_draft_model_that_is_not_worth_its_time_is_left_out(tmp_path: Path) ->
     assert config.speculation.method == "draft_model" and "at most 4 tokens a step, by its size 2.0 x" in drafter
     chosen = Config.of(method="draft_model", draft_model=directory)
     assert with_drafts(chosen, served, "cpu") == (chosen, f"{directory}, at most 4 tokens a step")
+
+
+def test_a_head_is_no_draft_model(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, eagle_config(TINY_LLAMA, 11, (1, 2, 3)), {"x": np.zeros(1)})
+    served: Any = SimpleNamespace(
+        structure=build(from_hf(TINY_LLAMA), jnp.dtype("float32")), config=from_hf(TINY_LLAMA)
+    )
+    for method in ("auto", "draft_model"):
+        config = Config.of(method=method, draft_model=str(path))
+        unread: Any = None
+        with pytest.raises(ConfigError, match="is a head in EAGLE-3's form") as error:
+            load_draft_model(with_drafts(config, served, "cpu")[0], served, unread, unread, unread)
+        assert error.value.fix == "set speculation.method to eagle3"
 
 
 def test_the_served_context_is_part_of_the_pages_name(tmp_path: Path) -> None:
