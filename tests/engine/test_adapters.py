@@ -26,6 +26,7 @@ from jaxserve.types.sampling import SamplingParams
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.models.dense import dense_logits
 from tests.models.families import STATE_CASES, golden_tensors
+from tests.models.heads import FORMS, eagle_config, eagle_tensors, head_tensors, write_with_head
 from tests.models.lora import peft_config, peft_tensors, random_pairs, write_adapter
 from tests.models.test_pictures import write_case
 from tests.models.test_quantize_at_load import load as load_quantized
@@ -240,6 +241,8 @@ WITH: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("wide", {"quantization": "int8"}),
     "ngram": ("base", {"method": "ngram", "prompt_lookup_min": 1}),
     "draft model": ("base", {"method": "draft_model"}),
+    "mtp": ("with a head", {"method": "mtp"}),
+    "eagle3": ("deep", {"method": "eagle3"}),
     "states": ("lfm2", {"page_size": 16}),
     "pictures": ("qwen3_vl_pictures", {}),
 }
@@ -251,7 +254,9 @@ def checkpoint(name: str, directory: Path) -> Path:
     if name in STATE_CASES:
         written = golden_tensors(name)
         return write_words(write_checkpoint(directory, STATE_CASES[name], written), STATE_CASES[name]["vocab_size"])
-    hf = HF | ({"hidden_size": 64, "intermediate_size": 64} if name == "wide" else {})
+    if name == "with a head":
+        return write_words(write_with_head(directory, FORMS["mimo"], head_tensors(FORMS["mimo"])), 96)
+    hf = HF | {"wide": {"hidden_size": 64, "intermediate_size": 64}, "deep": {"num_hidden_layers": 3}}.get(name, {})
     return write_words(write_checkpoint(directory, hf, random_tensors(hf, seed=1)), 96)
 
 
@@ -276,6 +281,9 @@ def test_each_row_of_a_batch_is_that_of_merged_weights_with(kind: str, tmp_path:
     keys: dict[str, Any] = KEYS | {"num_pages": "auto" if kind == "states" else 64} | more
     if kind == "draft model":
         keys["draft_model"] = str(directory)
+    if kind == "eagle3":
+        hf = eagle_config(HF, 60, (1, 2, 3))
+        keys["draft_model"] = str(write_checkpoint(tmp_path / "head", hf, eagle_tensors(hf)))
     names = ["a", "b", None]
     with quick_programs(), TextEngine(str(directory), **keys) as engine:
         for adapter, seed in (("a", 1), ("b", 4)):
@@ -288,7 +296,9 @@ def test_each_row_of_a_batch_is_that_of_merged_weights_with(kind: str, tmp_path:
         adapted, leaves = own.adapted, engine.runner.leaves
         updates = [own.held[named.digest_of(each)].updates for each in "ab"]
         engine.core.scheduler.check_integrity()
-        assert kind not in ("ngram", "draft model") or (drafts is not None and drafts.num_draft_tokens > 0)
+        assert kind not in ("ngram", "draft model", "mtp", "eagle3") or (
+            drafts is not None and drafts.num_draft_tokens > 0
+        )
     if kind == "int8":
         wide = widened(load_quantized(directory, "int8"))
         adapted, leaves = adapt(wide.structure, adapted.shape), wide.leaves

@@ -127,6 +127,8 @@ def test_only_a_loopback_leader_needs_no_key(tmp_path: Path) -> None:
         ("models.served", {"models": {"served": [{"name": "a"}]}}),
         ("cache.host_memory", {"cache": {"host_memory": "1GiB"}}),
         ("speculation.method mtp", {"speculation": {"method": "mtp"}}),
+        ("speculation.method eagle3", {"speculation": {"method": "eagle3", "draft_model": "DIR"}}),
+        ("speculation.method draft_model", {"speculation": {"method": "draft_model", "draft_model": "DIR"}}),
         ("speculation.draft_model", {"speculation": {"draft_model": "DIR"}}),
     ],
 )

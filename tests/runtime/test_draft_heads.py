@@ -7,7 +7,11 @@ weights.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +34,7 @@ from jaxserve.models.decoder import Taps
 from jaxserve.models.draft_head import predictor_config
 from jaxserve.ops.linear import Products
 from jaxserve.runtime.draft_model import behind, check_draft_model, keep_hidden, kept_hidden
-from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.sampling.slots import SlotState, state_shapes
 from jaxserve.runtime.step_input import TokenInput
@@ -38,11 +42,13 @@ from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.scheduling import StateSizes
 from tests.fakes import make_request, run_all
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.families import CASES
 from tests.models.heads import FORMS, eagle_config, eagle_tensors, head_tensors, write_with_head
-from tests.quick import QUICK
+from tests.quick import QUICK, QUICK_FLAGS
+from tests.runtime.conftest import CONFIG
 from tests.runtime.test_draft_model import DRAFTS, RESTS_SOON, TOKENS, Recorder, other_weights
 from tests.runtime.test_draft_model import core_of as make_core_of
-from tests.runtime.test_speculation import FEATURES, PROMPTS, Seen, assert_same, requests_of, seen
+from tests.runtime.test_speculation import FEATURES, PROMPTS, Seen, accepted, assert_same, requests_of, seen
 
 V, LENGTH, BORDER, FLOAT = 96, 128, 64, jnp.dtype("float32")
 LLAMA = TINY_LLAMA | {"vocab_size": V, "max_position_embeddings": LENGTH, "num_hidden_layers": 3}
@@ -54,9 +60,12 @@ class Pair(NamedTuple):
     head: LoadedModel
 
 
-def mtp(directory: Path, mesh: DeviceMesh, form: str = "mimo") -> tuple[LoadedModel, LoadedModel]:
+def mtp(
+    directory: Path, mesh: DeviceMesh, form: str = "mimo", weights: Any = "none"
+) -> tuple[LoadedModel, LoadedModel]:
+    """weights: the kind of quantization of both"""
     path = write_with_head(directory, FORMS[form], head_tensors(FORMS[form]))
-    config = read_config(path)
+    config = read_config(path).replace(quantization=weights)
     model, head = (load_model(path, dtype=FLOAT, config=c, mesh=mesh.mesh) for c in (config, predictor_config(config)))
     return model, head
 
@@ -69,11 +78,14 @@ def windowed(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedMode
     return mtp(directory, mesh, "mimo_v2")
 
 
-def eagle3(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedModel]:
-    model = load_model(
-        write_checkpoint(directory / "model", LLAMA, random_tensors(LLAMA, 1)), dtype=FLOAT, mesh=mesh.mesh
-    )
-    hf = eagle_config(LLAMA, 60, (1, 2, 3))
+def eagle3(
+    directory: Path, mesh: DeviceMesh, of: dict[str, Any] = LLAMA, weights: Any = "none"
+) -> tuple[LoadedModel, LoadedModel]:
+    """of: the config.json of a model of three layers. weights: the kind of its quantization; the head has none"""
+    path = write_checkpoint(directory / "model", of, random_tensors(of, 1))
+    config = read_config(path).replace(quantization=weights)
+    model = load_model(path, dtype=FLOAT, config=config, mesh=mesh.mesh)
+    hf = eagle_config(LLAMA | {"hidden_size": config.hidden_size}, 60, (1, 2, 3))
     path = write_checkpoint(directory / "head", hf, eagle_tensors(hf))
     return model, load_model(path, dtype=FLOAT, config=read_eagle(ModelFiles.open(path)), mesh=mesh.mesh)
 
@@ -211,6 +223,77 @@ def test_drafts_are_what_the_head_yields_alone(pair: Pair) -> None:
     assert not any(-1 in drafts for _, drafts in drafter.found)
 
 
+Make = Callable[..., tuple[LoadedModel, LoadedModel]]
+# the models and changes of the runner; the draft's own K and V are rounded too
+WITH: dict[str, tuple[Make, dict[str, Any]]] = {
+    "windows, eagle3": (functools.partial(eagle3, of=CASES["gemma3"]), {}),
+    "windows in all layers, eagle3": (functools.partial(eagle3, of=CASES["mistral"]), {}),
+    "latent attention, mtp": (functools.partial(mtp, form="deepseek_v3"), {}),
+    "latent attention, eagle3": (functools.partial(eagle3, of=CASES["deepseek_v3"]), {}),
+    "int8 weights, mtp": (functools.partial(mtp, weights="int8"), {}),
+    "int8 weights, eagle3": (functools.partial(eagle3, of=CASES["qwen2"], weights="int8"), {}),
+    "int8 pages, mtp": (mtp, {"cache_dtype": jnp.dtype("int8")}),
+    "fp8 pages, eagle3": (eagle3, {"cache_dtype": jnp.dtype("float8_e4m3fn")}),
+}
+
+
+@pytest.mark.slow  # for compiling
+@pytest.mark.parametrize("case", WITH)
+def test_tokens_and_drafts_with(
+    case: str, tmp_path: Path, mesh: DeviceMesh, make_runner: Callable[..., ModelRunner]
+) -> None:
+    """Models of other forms than the pair's: the tokens are those without drafts, the drafts those of the head alone.
+
+    Over pages of 8 bits only tokens are compared: the head alone has other numbers, and a sum whose last bit differs
+    may be rounded otherwise.
+    """
+    make, changes = WITH[case]
+    model, head = make(tmp_path, mesh)
+    runner = make_runner(model, draft=head, max_num_seqs=4, max_num_batched_tokens=8, max_drafts=DRAFTS, **changes)
+    pair, names = Pair(runner, model, head), ("greedy", "random", *(() if changes else ("grammar",)))
+    assert any(leaf.dtype == jnp.int8 for leaf in runner.leaves) == case.startswith("int8 weights")
+    plain = seen(run_all(core_of(pair, None), requests_of(names)))
+    core = core_of(pair, drafter := Recorder(), num_pages=14, new_token_ratio=0.01)
+    with patch("jaxserve.scheduler.speculation.PATIENCE", 10**9):
+        assert_same(runner, seen(run_all(core, requests_of(names))), plain)
+    drafts = core.scheduler.stats().drafts
+    assert drafts is not None and drafts.num_draft_tokens > 0
+    assert core.scheduler.counters.retractions and runner.num_compiles() == 0
+    if not changes:
+        found = [(tokens, [each for each in drafts if each != -1]) for tokens, drafts in drafter.found]
+        right = [expected_drafts(pair, tokens, len(drafts)) == drafts for tokens, drafts in found if drafts]
+        assert len(right) > 15 and sum(right) >= 0.95 * len(right)
+
+
+@pytest.mark.slow
+def test_four_devices_give_the_same_tokens(tmp_path: Path) -> None:
+    flags = f"--xla_force_host_platform_device_count=4 {QUICK_FLAGS}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.runtime.test_draft_heads", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def main(directory: Path) -> None:
+    """Serve on four devices, with two copies of each kv head: with heads, and with a model that guesses for itself."""
+    mesh = make_mesh("cpu", tensor=4)
+    changes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_drafts": DRAFTS}
+    config, requests = dataclasses.replace(CONFIG, **changes), requests_of(("greedy", "random", "grammar"))
+    for name, make in (("mtp", mtp), ("eagle3", eagle3), ("itself", None)):
+        model, head = (make or eagle3)(directory / name, mesh)
+        runner = ModelRunner(model, config, mesh, draft=head if make else model)
+        assert len(mesh.devices) == 4 and any(not leaf.sharding.is_fully_replicated for leaf in runner.draft_leaves)
+        pair = Pair(runner, model, head)
+        plain = seen(run_all(core_of(pair, None), requests))
+        core = core_of(pair, drafter := Recorder())
+        assert_same(runner, seen(run_all(core, requests)), plain)
+        assert drafter.found and (make is not None or accepted(core) > 20)
+        if make is not None:
+            found = [(tokens, drafts) for tokens, drafts in drafter.found if -1 not in drafts][:12]
+            right = [expected_drafts(pair, tokens, len(drafts)) == drafts for tokens, drafts in found]
+            assert len(right) == 12 and sum(right) >= 11, name
+
+
 def test_a_right_head_saves_steps(pair: Pair) -> None:
     """A model whose next token depends on the last one alone, and a head that hands on its embedding."""
     if pair.head.config.architecture != "MiMoForCausalLM":
@@ -295,3 +378,7 @@ def test_heads_of_other_models_are_refused(pair: Pair) -> None:
             check_draft_model(head, served.replace(hidden_size=32))
         with pytest.raises(ConfigError, match=r"reads the layers \(1, 2, 3\) of a model of 2"):
             check_draft_model(head, served.replace(num_layers=2))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

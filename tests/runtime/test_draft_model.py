@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,13 +19,17 @@ import pytest
 
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ConfigError
-from jaxserve.models.checkpoint.loader import LoadedModel
+from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.runtime.draft_model import check_draft_model
+from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.speculation.device import DeviceDrafts
 from jaxserve.types.step import Request
 from tests.fakes import Transcripts, make_request, run_all
+from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.dense import dense_logits
+from tests.models.families import CASES
 from tests.runtime.hand_scheduler import HandScheduler
 from tests.runtime.test_speculation import (
     FEATURES,
@@ -38,7 +43,7 @@ from tests.runtime.test_speculation import (
     seen,
 )
 
-DRAFTS, TOKENS = 3, 24
+DRAFTS, TOKENS, FLOAT = 3, 24, jnp.dtype("float32")
 Leaves = tuple[jax.Array, ...]
 
 
@@ -221,6 +226,39 @@ def test_weights_of_the_draft_model_change_between_steps(guessing: ModelRunner, 
     assert found.keys() == {request.request_id for request in requests_of(("greedy", "penalties"))}
     assert_same(guessing, found, plain)
     assert accepted(core) > 0
+
+
+# a family, changes of the runner
+WITH: dict[str, tuple[str, dict[str, Any]]] = {
+    "windows": ("gemma3", {}),
+    "windows in all layers": ("mistral", {}),
+    "latent attention": ("deepseek_v3", {}),
+    "int8 weights": ("qwen2", {}),
+    "int8 pages": ("qwen2", {"cache_dtype": jnp.dtype("int8")}),
+    "fp8 pages": ("gemma3", {"cache_dtype": jnp.dtype("float8_e4m3fn")}),
+}
+
+
+@pytest.mark.slow  # for compiling
+@pytest.mark.parametrize("case", WITH)
+def test_tokens_with(case: str, tmp_path: Path, mesh: DeviceMesh, make_runner: Callable[..., ModelRunner]) -> None:
+    """A model that guesses for itself: right wherever it computes what it computes as the served one."""
+    family, changes = WITH[case]
+    path = write_checkpoint(tmp_path, CASES[family], random_tensors(CASES[family], 3))
+    kind: Any = "int8" if case == "int8 weights" else "none"
+    model = load_model(path, dtype=FLOAT, config=read_config(path).replace(quantization=kind), mesh=mesh.mesh)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_drafts": DRAFTS}
+    runner = make_runner(model, draft=model, **sizes, **changes)
+    names = "greedy", "random", *(() if changes else ("grammar",))  # no log-probabilities over pages of 8 bits
+    plain = seen(run_all(core_of(runner, None), requests_of(names)))
+    core = core_of(runner, DeviceDrafts(V))
+    assert_same(runner, seen(run_all(core, requests_of(names))), plain)
+    assert accepted(core) > 20
+    request = requests_of(["greedy"])[0]
+    core = core_of(runner, DeviceDrafts(V))
+    assert run_all(core, [request])[request.request_id].token_ids == plain[request.request_id][0]
+    assert core.scheduler.counters.steps <= 3 + TOKENS // (1 + DRAFTS)
+    assert runner.num_compiles() == 0
 
 
 def test_models_that_cannot_guess_are_refused(tiny_model: LoadedModel) -> None:

@@ -18,24 +18,32 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.models.checkpoint.files import ModelFiles
+from jaxserve.models.checkpoint.hf_config import read_eagle
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
+from jaxserve.models.draft_head import predictor_config
 from jaxserve.models.vision import tower
 from jaxserve.runtime import towers
 from jaxserve.runtime.compilation.compiler import compiler_options
-from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.scheduler.pictures import PicturePool
+from jaxserve.speculation.device import DeviceDrafts
+from jaxserve.speculation.ngram import Drafter
 from jaxserve.types.picture import Picture
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig, StateSizes, TowerLimits
 from jaxserve.types.step import EncodePart, Request
 from tests.fakes import Transcripts, make_request, run_all
-from tests.models.picture_cases import CASES, prompts_of
+from tests.models.checkpoints import write_checkpoint
+from tests.models.families import golden_tensors
+from tests.models.heads import FORMS, eagle_config, eagle_tensors, head_tensors
+from tests.models.picture_cases import CASES, DELTA, TEXT, prompts_of
 from tests.models.test_pictures import GOLDENS, pictures_of, write_case
 from tests.quick import QUICK_FLAGS, quick_programs
 from tests.runtime.conftest import CONFIG
 
-PAGE, BORDER = 8, 64
+PAGE, BORDER, FLOAT = 8, 64, jnp.dtype("float32")
 CASE, STATES = "qwen3_vl_pictures", "qwen3_5_pictures"
 MakeRunner = Callable[..., ModelRunner]
 
@@ -49,13 +57,28 @@ def make(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> MakeRu
     return of
 
 
-def make_runner(case: str, directory: Path, tensor: int = 1, **changes: Any) -> ModelRunner:
+def make_runner(case: str, directory: Path, tensor: int = 1, guesses: str = "", **changes: Any) -> ModelRunner:
     mesh = make_mesh("cpu", tensor=tensor)
-    model = load_model(write_case(case, directory), dtype=jnp.dtype("float32"), mesh=mesh.mesh)
+    model = load_model(write_case(case, directory), dtype=FLOAT, mesh=mesh.mesh)
+    draft = guessing(guesses, model, directory, mesh) if guesses else None
     if any(model.config.layer_states):
         changes |= {"max_model_len": 256, "num_state_pages": 16, "state_interval": BORDER, "state_border": BORDER}
     config = dataclasses.replace(CONFIG, num_pages=256, **changes)
-    return ModelRunner(model, config, mesh)
+    return ModelRunner(model, config, mesh, draft=draft)
+
+
+def guessing(kind: str, model: LoadedModel, directory: Path, mesh: DeviceMesh) -> LoadedModel:
+    """The model that guesses for itself, or a head with random weights."""
+    if kind == "itself":
+        return model
+    if kind == "eagle3":
+        hf = eagle_config(TEXT | {"architectures": ["LlamaForCausalLM"]}, 40, (1, 2, 3))
+        path = write_checkpoint(directory / "head", hf, eagle_tensors(hf))
+        return load_model(path, dtype=FLOAT, config=read_eagle(ModelFiles.open(path)), mesh=mesh.mesh)
+    text = TEXT | DELTA | {"architectures": ["Qwen3_5ForCausalLM"]}
+    form = FORMS["qwen3_next"]._replace(hf=text, alone={"layer_types": ["full_attention"]})
+    path = write_checkpoint(directory / "head", CASES[STATES], golden_tensors(STATES) | head_tensors(form))
+    return load_model(path, dtype=FLOAT, config=predictor_config(model.config), mesh=mesh.mesh)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +97,7 @@ def served(request: pytest.FixtureRequest) -> tuple[str, ModelRunner]:
     return request.param, request.getfixturevalue("runner" if request.param == CASE else "hybrid")
 
 
-def make_core(runner: ModelRunner, **changes: object) -> EngineCore:
+def make_core(runner: ModelRunner, drafter: Drafter | None = None, **changes: object) -> EngineCore:
     runner.rebuild()
     limits, vision = runner.tower_limits, runner.structure.config.vision
     assert limits is not None
@@ -89,7 +112,7 @@ def make_core(runner: ModelRunner, **changes: object) -> EngineCore:
     }
     if runner.plan.num_state_pages:
         sizes["states"] = StateSizes(runner.plan.num_state_pages, BORDER, BORDER)
-    options = CoreOptions(vocab_size=64, eos_token_ids=(), pictures=vision.info(64))
+    options = CoreOptions(vocab_size=64, eos_token_ids=(), pictures=vision.info(64), drafter=drafter)
     return EngineCore(runner, SchedulerConfig(**(sizes | changes)), options)  # type: ignore[arg-type]
 
 
@@ -326,6 +349,19 @@ def test_a_resumed_request_goes_on_with_the_same_tokens(runner: ModelRunner):
     whole = golden(CASE, "five")
     request = msgspec.structs.replace(request_of(CASE, "five", "resumed"), resumed_token_ids=whole[:3])
     assert tokens(run_all(make_core(runner), [request])) == {"resumed": whole[3:]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "guesses"), [(CASE, "itself"), (CASE, "eagle3"), (STATES, "mtp")])
+def test_a_model_or_head_that_guesses_without_the_pictures_changes_no_token(case: str, guesses: str, make: MakeRunner):
+    runner = make(case, guesses=guesses, max_drafts=3)
+    rows = {"max_drafts": 3, "draft_rows": max(runner.buckets.draft), "verify_sizes": runner.buckets.verify}
+    core = make_core(runner, DeviceDrafts(64), **rows)
+    for _ in range(2):  # the second time from cached pages and states
+        assert tokens(run_all(core, requests_of(case))) == expected(case)
+    drafts = core.scheduler.stats().drafts
+    assert drafts is not None and drafts.num_draft_tokens > 0
+    assert runner.num_compiles() == 0
 
 
 @pytest.mark.slow
