@@ -78,8 +78,8 @@ def test_a_chunk_that_is_shortened_keeps_the_state_that_it_does_not_reach() -> N
 
 
 def test_a_prompt_that_ends_at_a_border_keeps_the_state_before_it() -> None:
-    core = core_of()
-    assert [computed(core, words(64), name, max_tokens=2) for name in "abc"] == [64, 8, 8]
+    for core in (core_of(), core_of(2, max_num_seqs=1)):
+        assert [computed(core, words(64), name, max_tokens=2) for name in "abc"] == [64, 8, 8]
 
 
 DRAFTS = 5
@@ -111,8 +111,10 @@ def test_the_newest_conversation_goes_on_where_it_ended_although_the_pool_is_ful
     assert [computed(core, words(60, 100 + i), f"again {i}") for i in (11, 5)] == [4, 60], "older ones were evicted"
 
 
-def test_a_single_slot_with_two_states_serves_a_conversation() -> None:
-    assert max(turns(core_of(num_pages=2, max_num_seqs=1), "turn", 4, max_tokens=100)[1:]) <= CONVERSATION
+@pytest.mark.parametrize(("num_pages", "max_num_seqs"), [(2, 1), (6, 32)])
+def test_few_states_serve_a_conversation(num_pages: int, max_num_seqs: int) -> None:
+    core = core_of(num_pages, max_num_seqs=max_num_seqs)
+    assert max(turns(core, "turn", 4, max_tokens=100)[1:]) <= CONVERSATION
 
 
 def test_answers_keep_no_state_that_an_idle_slot_needs() -> None:
@@ -201,7 +203,7 @@ def test_drafts_that_reach_a_second_border_replace_no_state_of_the_same_step() -
 @pytest.mark.parametrize(("length", "budget"), [(57, 16), (63, 16), (63, 56)])
 @pytest.mark.parametrize("drafts", [{}, {"max_drafts": DRAFTS, "verify_sizes": (6,)}])
 def test_siblings_wait_for_the_state_at_the_prompts_last_border(
-    length: int, budget: int, drafts: dict[str, object]
+    length: int, budget: int, drafts: dict[str, Any]
 ) -> None:
     """A chunk that ends at the border does not write it: the one after it does."""
     core, prompt = core_of(max_num_batched_tokens=budget, **drafts), words(length)
@@ -307,14 +309,30 @@ def patched(owner: type, name: str, new: Any) -> Iterator[None]:
 
 
 def no_lock() -> Any:
-    """The state that a first step reads can be evicted in that step."""
+    """The state that a first step reads can be evicted in that step. Nothing but that shows it."""
     take = StateGroup.take
 
     def unlocked(self: StateGroup, request: Request, node: Node, surplus: int) -> None:
         take(self, request, node, surplus)
-        self._unlock(request.holdings[self.index])
+        if (read := request.holdings[self.index].read) is not None:
+            self.cached.unlock(read)
 
-    return patched(StateGroup, "take", unlocked)
+    def forget(self: StateGroup, held: StatePages) -> None:
+        held.read = None
+
+    def without_lock(self: StateGroup, request: Request) -> int:
+        return 1 + len(request.holdings[self.index].pending)
+
+    def nothing(self: StateGroup, holders: object) -> None:
+        pass
+
+    methods: dict[str, Any] = {
+        "take": unlocked,
+        "_unlock": forget,
+        "num_reclaimable": without_lock,
+        "check_integrity": nothing,
+    }
+    return patch.multiple(StateGroup, **methods)
 
 
 def early_commit() -> Any:

@@ -27,8 +27,7 @@ Which states are kept, at multiples of `border`:
                   next request's will); multiples of `interval`, so that a prompt with the same beginning, seen for the
                   second time, computes at most `interval` of it again
     of an output  the last multiple of `interval`. Its page may be the least recently used cached one: who wrote last is
-                  likelier to come back than who has not for the longest time. As many pages stay available as idle
-                  slots need, with one to lock for a hit
+                  likelier to come back than who has not for the longest time (`_num_spared`)
 
 (The junction is of Marconi, https://arxiv.org/abs/2411.19379.)
 """
@@ -106,6 +105,14 @@ class StateGroup:
     @property
     def num_growable(self) -> int:
         return self.num_pages  # a request does not grow
+
+    @property
+    def _num_spared(self) -> int:
+        """Return how many available pages the states of outputs leave: one for each idle slot, one to lock for a hit.
+
+        At most half of all, because the memory may hold fewer states than there are slots.
+        """
+        return min(self._idle_slots + min(self._idle_slots, 1), self.num_pages // 2)
 
     def num_reclaimable(self, request: Request) -> int:
         """Return the number of pages that releasing a running request makes available."""
@@ -201,7 +208,7 @@ class StateGroup:
         read = request.num_computed_tokens - request.num_inflight_tokens
         if last is not None and not self._is_written(request, last[0], read):
             return None
-        if self.num_available > self._idle_slots + min(self._idle_slots, 1):
+        if self.num_available > self._num_spared:
             page = self.cached.allocate(1)[0]
         elif last is not None:
             page = held.pending.pop()[1]  # nothing is kept if the request ends before the new state is written
