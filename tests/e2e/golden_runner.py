@@ -38,8 +38,8 @@ def start(
         return model, ModelRunner(model, RunnerConfig(**fixed, **limits), mesh)
 
 
-def make_core(runner: ModelRunner, **changes: Any) -> EngineCore:
-    """A new scheduler over the compiled programs."""
+def make_core(runner: ModelRunner, *, options: Mapping[str, Any] | None = None, **changes: Any) -> EngineCore:
+    """A new scheduler over the compiled programs. options: further ones of the core"""
     sizes: dict[str, Any] = {
         "num_pages": runner.plan.num_pages,
         "groups": runner.plan.group_sizes,
@@ -48,8 +48,8 @@ def make_core(runner: ModelRunner, **changes: Any) -> EngineCore:
         "max_num_batched_tokens": runner.config.max_num_batched_tokens,
         "max_model_len": runner.config.max_model_len,
     }
-    options = CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,))
-    return EngineCore(runner, SchedulerConfig(**(sizes | changes)), options)
+    fixed: dict[str, Any] = {"vocab_size": families.VOCAB, "eos_token_ids": (10**6,)}
+    return EngineCore(runner, SchedulerConfig(**(sizes | changes)), CoreOptions(**(fixed | dict(options or {}))))
 
 
 def tokens_of(core: EngineCore, prompts: Mapping[str, list[int]], count: int) -> dict[str, list[int]]:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,12 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.ops.state import StateArrays
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.scheduler.scheduler import StepsInFlight
+from jaxserve.types.sampling import GrammarSpec
 from jaxserve.types.scheduling import StateSizes
 from tests.e2e import golden_runner
+from tests.fake_grammar import CountingMatcher, HandExecutor
 from tests.fakes import make_request, run_all
 from tests.models import families
 
@@ -37,8 +42,8 @@ class Served:
     prompt: list[int]
     greedy: list[int]  # of transformers
 
-    def core(self, **changes: Any) -> EngineCore:
-        """A new scheduler over the compiled programs, with states of NaN."""
+    def core(self, threads: HandExecutor | None = None, **changes: Any) -> EngineCore:
+        """A new scheduler over the compiled programs, with states of NaN. threads: make token masks"""
         runner, plan = self.runner, self.runner.plan
         runner.rebuild()
         runner.caches = tuple(
@@ -46,7 +51,8 @@ class Served:
             for cache in runner.caches
         )
         states = StateSizes(plan.num_state_pages, 2 * BORDER, BORDER)
-        return golden_runner.make_core(runner, **({"states": states} | changes))
+        options = {"make_matcher": lambda spec: CountingMatcher(3, int(spec.source)), "mask_threads": threads}
+        return golden_runner.make_core(runner, options=options, **({"states": states} | changes))
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -123,6 +129,30 @@ def test_siblings_share_a_state(served: Served, expected: dict[str, list[int]]) 
     transcripts = run_all(core, requests)
     assert all(transcript.token_ids == expected["r5"] for transcript in transcripts.values())
     assert core.scheduler.counters.prefill_tokens == len(prompt) + 2 * (len(prompt) - 192)
+
+
+def constrained(core: EngineCore, threads: HandExecutor | None) -> dict[str, list[int]]:
+    """The tokens of three prompts under a grammar, whose masks the threads make now and then."""
+    rng, grammar, found = random.Random(2), GrammarSpec(kind="regex", source=str(NEW)), dict[str, list[int]]()
+    for name, prompt in list(crowd().items())[3:6]:
+        core.add(make_request(name, prompt, max_tokens=NEW, grammar=grammar))
+        found[name] = []
+    while core.has_work:
+        for output in core.step():
+            found[output.request_id] += output.token_ids
+        if threads is not None:
+            threads.run(rng.choice([0, 1, 5]))
+            for mask in core._masks._masks.values():
+                mask.budget.is_slow = rng.random() < 0.5
+    return found
+
+
+def test_a_row_whose_token_mask_is_late_folds_nothing_twice(served: Served) -> None:
+    threads, expected = HandExecutor(), constrained(served.core(), None)
+    take_back = StepsInFlight.take_back
+    with patch.object(StepsInFlight, "take_back", autospec=True, side_effect=take_back) as taken:
+        assert constrained(served.core(threads), threads) == expected
+    assert sum(len(call.args[1]) for call in taken.call_args_list) > 10
 
 
 def test_after_the_devices_state_was_lost(served: Served, expected: dict[str, list[int]]) -> None:
