@@ -20,7 +20,6 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.models.checkpoint.loader import LoadedModel
 from jaxserve.ops.state import StateArrays
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.scheduler.scheduler import StepsInFlight
 from jaxserve.types.sampling import GrammarSpec
 from jaxserve.types.scheduling import StateSizes
