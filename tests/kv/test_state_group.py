@@ -335,16 +335,6 @@ def no_lock() -> Any:
     return patch.multiple(StateGroup, **methods)
 
 
-def early_commit() -> Any:
-    """A state counts as kept before the row was read that writes it."""
-    commit = StateGroup.commit
-
-    def early(self: StateGroup, request: Request, node: Node, depth: int, num_tokens: int) -> None:
-        commit(self, request, node, depth, num_tokens + 1)
-
-    return patched(StateGroup, "commit", early)
-
-
 def wrong_depth() -> Any:
     """Any cached page is served, whether its state was kept or not."""
     return patched(CachedPages, "served", lambda self, node: node)
@@ -394,7 +384,6 @@ def old_state_read() -> Any:
 
 MUTANTS: tuple[Mutant, ...] = (
     no_lock,
-    early_commit,
     wrong_depth,
     forgotten_entry,
     kept_after_the_node,
