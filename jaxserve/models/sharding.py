@@ -57,7 +57,7 @@ def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
         if "embed" in spec.axes:
             _check(spec, "embed", mesh.shape.get("tensor", 1), "model.quantize_head: false")
         return _named(hidden, mesh)
-    split = [_split(axis, units, mesh) for axis, units in zip(spec.axes, _units(spec), strict=True)]
+    split = [_split(axis, mesh) for axis in spec.axes[:-1]] + [_split(spec.axes[-1], mesh, _num_groups(spec))]
     for axis, names in zip(spec.axes, split, strict=True):
         if axis is not None:
             _check(spec, axis, _size(names, mesh), "model.quantization: none")
@@ -76,18 +76,16 @@ def _shared_by_row(spec: ParamSpec) -> bool:
     return packing.stored and packing.kind in ("int8", "fp8")
 
 
-def _units(spec: ParamSpec) -> tuple[int, ...]:
-    """Return the number of parts of each dimension that may come apart: groups of a row, if there are several."""
+def _num_groups(spec: ParamSpec) -> int:
+    """Return how many groups of a row of a quantized weight have a scale; 1 for any other."""
     packing = spec.packing
-    if packing is None or spec.axes[-1] is None or packing.group == packing.wide[-1]:
-        return spec.shape
-    return (*spec.shape[:-1], packing.wide[-1] // packing.group)
+    return 1 if packing is None else packing.wide[-1] // packing.group
 
 
-def _split(axis: str | None, units: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the mesh axes that split a logical axis of `units`: of a dense weight not "expert" if that is too many."""
+def _split(axis: str | None, mesh: Mesh | AbstractMesh, num_groups: int = 1) -> tuple[str, ...]:
+    """Return the mesh axes that split a logical axis; without "expert" if the groups of a dense row are too few."""
     names = _present(axis, mesh)
-    if axis == "ffn" and units > 1 and units % _size(names, mesh):
+    if axis == "ffn" and num_groups > 1 and num_groups % _size(names, mesh):
         return tuple(name for name in names if name != "expert")
     return names
 
@@ -111,8 +109,7 @@ def depth_axes(axes: Axes, weight: Weight) -> tuple[str, ...]:
     mesh = jax.typeof(jax.tree.leaves(weight)[0]).sharding.mesh
     if axes[0] == "vocab" and not vocab_axes(weight.shape[0], mesh):  # see `param_sharding`
         return tuple(name for name in ("tensor",) if mesh.shape.get(name, 1) > 1)
-    groups = weight.scales.shape[-1] if isinstance(weight, Quantized) else 1
-    return _split(axes[-1], groups if groups > 1 else weight.shape[-1], mesh)
+    return _split(axes[-1], mesh, weight.scales.shape[-1] if isinstance(weight, Quantized) else 1)
 
 
 def vocab_axes(size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
