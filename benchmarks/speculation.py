@@ -469,12 +469,12 @@ def main() -> None:
     parser.add_argument("--after", type=int, help="with --draft-model: tokens of each row before it counts")
     options = parser.parse_args()
     options.after = options.after or (64 if options.hostile else 1)
-    if options.draft_model is None and (options.prompts is not None or options.hostile or options.after > 1):
-        parser.error("--prompts, --hostile and --after are for --draft-model")
-    if options.hostile and len(options.draft_model) > 1:
-        parser.error("--hostile is for one draft model")
     if options.draft_model is not None:
+        if options.hostile and len(options.draft_model) > 1:
+            parser.error("--hostile is for one draft model")
         return compare(options)
+    if options.prompts is not None or options.hostile or options.after > 1:
+        parser.error("--prompts, --hostile and --after are for --draft-model")
     tokenizer, most = Tokenizer.from_directory(options.directory), max(options.rows)
     count = max(most, options.texts)
     kinds = options.kinds or ["edit", "json", "extract", "prose", "wrong"]

@@ -384,7 +384,8 @@ class FakeRunner:
 
     def _advance_states(self, rows: list[ScheduledRow]) -> None:
         """Fold the tokens of all rows at once: each reads what was there before the step."""
-        before, reads, writes = list(self.states), list[int](), list[list[int]]()
+        sizes, before, reads, writes = self.config.states, list(self.states), list[int](), list[list[int]]()
+        assert sizes is not None
         for row in rows:
             slot = self.slots[row.slot]
             table, tokens = slot.states, row.token_ids or [slot.last_token, *row.drafts]
@@ -403,7 +404,7 @@ class FakeRunner:
             num_entries = STATE_EMITS if row.token_ids or row.drafts else 1
             for position, page in list(zip(table[3::2], table[4::2], strict=True))[:num_entries]:
                 if table[2] < position <= sure and page < len(before):
-                    assert position % self.config.states.border == 0, "a state that no kernel keeps"
+                    assert position % sizes.border == 0, "a state that no kernel keeps"
                     kept.setdefault(position, []).append(page)
             for position in range(state.count, sure + 1):
                 for page in kept.get(position, ()):
