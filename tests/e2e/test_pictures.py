@@ -40,7 +40,7 @@ KEYS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_seqs": 1,
     "max_num_batched_tokens": 16,
-    "max_model_len": 256,
+    "max_model_len": 512,
     "page_size": PAGE,
     "num_pages": 256,
     "wait_for_programs": True,
@@ -280,7 +280,7 @@ def test_a_killed_engine_goes_on_with_the_same_tokens(server: RunningServer, cli
 
 def stream_over_a_kill(server: RunningServer, client: Any, name: str) -> str:
     """The answer to a prompt, which is the same without a kill and with one after its first token."""
-    keys: dict[str, Any] = {"max_tokens": 150, "extra_body": {"ignore_eos": True}}
+    keys: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}  # the kill must come before its end
     expected = client.chat.completions.create(**chat(parts_of(name), **keys)).choices[0].message.content
     restarts = server.launch.engine.restarts
     found = []

@@ -567,6 +567,7 @@ STRUCTURE = {
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
     *("head_dim", "max_position_embeddings", "kv_repeat", "eos_token_ids", "bos_token_id", "tie_word_embeddings"),
     *("gated_mlp", "norm_bias", "gemma4", "tensor_names"),
+    "predictor",  # tests/models/test_draft_head.py
     *("packed_qkv", "packed_gate_up", "packed_experts", "ignored_tensors", "dtype", "generation", "latent", "norm_eps"),
     *("moe.num_experts", "moe.ffn", "moe.sparse_layers", "moe.names", "moe.normalize_eps", "layer_heads", "value_dim"),
 }
