@@ -8,6 +8,7 @@ from jaxserve.models.checkpoint.hf_config import from_hf
 from jaxserve.models.families.registry import ARCHITECTURES, NESTED
 from jaxserve.models.unserved import FAMILIES as UNSERVED
 from tests.models.families import CASES, STATE_CASES
+from tests.models.heads import FORMS
 from tests.text.test_reasoning import SIGNS
 
 
@@ -47,6 +48,8 @@ def test_larger_architectures_are_those_that_are_read() -> None:
 def test_heads_for_multi_token_prediction_are_those_that_are_read() -> None:
     named = {name for row in lines("| architecture | head |") for name in re.findall(r"\w+ForCausalLM", row)}
     cases = [*(CASES | STATE_CASES).values(), CASES["qwen2"] | {"architectures": ["MiMoForCausalLM"]}]
+    step = [name for name in ARCHITECTURES if re.fullmatch(r"Step3p.*ForCausalLM", name)]
+    cases += [FORMS["step3p7"].hf | {"architectures": [name]} for name in step]  # its head is described by lists
     configs = [from_hf(hf | {"num_nextn_predict_layers": 1}) for hf in cases if "text_config" not in hf]
     assert named == {config.architecture for config in configs if config.predictor is not None}
 
