@@ -77,11 +77,12 @@ def test_sigterm_drains(compile_cache: str, tmp_path: Path) -> None:
     with Launched(compile_cache, tmp_path) as server:
         processes = everyone(server)
         streams = [Stream(server, LONG) for _ in range(3)]
-        beams = ThreadPoolExecutor().submit(post, server, n=2, use_beam_search=True, max_tokens=60, ignore_eos=True)
-        wait_until(lambda: server.state().running > len(streams), "a request that needs the engine again and again")
         [engine] = [process for process in processes if is_engine(process)]
-        engine.suspend()  # no stream ends before the server was seen to drain
+        engine.suspend()  # neither a stream nor the beams end before the server was seen to drain
+        tasks = server.state().tasks
+        beams = ThreadPoolExecutor().submit(post, server, n=2, use_beam_search=True, max_tokens=60, ignore_eos=True)
         try:
+            wait_until(lambda: server.state().tasks > tasks, "a request that needs the engine again and again")
             server.send(signal.SIGTERM)
             wait_until(lambda: health(server) == 503, "the server drains")
             refused = post(server)
