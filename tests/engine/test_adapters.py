@@ -240,7 +240,7 @@ WITH: dict[str, tuple[str, dict[str, Any]]] = {
     "deterministic": ("base", {"deterministic": True}),
     "int8": ("wide", {"quantization": "int8"}),
     "ngram": ("base", {"method": "ngram", "prompt_lookup_min": 1}),
-    "draft model": ("base", {"method": "draft_model"}),
+    "draft model": ("eight layers", {"method": "draft_model"}),  # one layer guesses: with fewer it would rest
     "mtp": ("with a head", {"method": "mtp"}),
     "eagle3": ("deep", {"method": "eagle3"}),
     "states": ("lfm2", {"page_size": 16}),
@@ -256,7 +256,9 @@ def checkpoint(name: str, directory: Path) -> Path:
         return write_words(write_checkpoint(directory, STATE_CASES[name], written), STATE_CASES[name]["vocab_size"])
     if name == "with a head":
         return write_words(write_with_head(directory, FORMS["mimo"], head_tensors(FORMS["mimo"])), 96)
-    hf = HF | {"wide": {"hidden_size": 64, "intermediate_size": 64}, "deep": {"num_hidden_layers": 3}}.get(name, {})
+    layers = {"deep": 3, "eight layers": 8, "one layer": 1}.get(name, HF["num_hidden_layers"])
+    wide = {"hidden_size": 64, "intermediate_size": 64} if name == "wide" else {}
+    hf = HF | wide | {"num_hidden_layers": layers}
     return write_words(write_checkpoint(directory, hf, random_tensors(hf, seed=1)), 96)
 
 
@@ -280,7 +282,7 @@ def test_each_row_of_a_batch_is_that_of_merged_weights_with(kind: str, tmp_path:
     directory = checkpoint(name, tmp_path / "base")
     keys: dict[str, Any] = KEYS | {"num_pages": "auto" if kind == "states" else 64} | more
     if kind == "draft model":
-        keys["draft_model"] = str(directory)
+        keys["draft_model"] = str(checkpoint("one layer", tmp_path / "draft"))
     if kind == "eagle3":
         hf = eagle_config(HF, 60, (1, 2, 3))
         keys["draft_model"] = str(write_checkpoint(tmp_path / "head", hf, eagle_tensors(hf)))
