@@ -18,9 +18,10 @@ from typing import Any
 
 from jaxserve.errors import JaxserveError
 from jaxserve.models.checkpoint.hf_config import from_hf
-from tests.models.families import CASES
+from tests.models.families import CASES, STATE_CASES
 
 KEYS = Path(__file__).parent / "goldens" / "keys.json"
+FAMILIES = CASES | STATE_CASES
 _OF_ANY_TYPE = (True, False, 0, 1, 3, 0.5, "other", ["other"], {"other": 1})
 
 # Why a key changes nothing: for all families, and for one case.
@@ -34,7 +35,8 @@ REASONS: dict[str, str] = {
             "attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout_prob attention_probs_dropout_prob "
             "embedding_dropout residual_dropout classifier_dropout initializer_range router_aux_loss_coef "
             "aux_loss_alpha router_jitter_noise jitter_noise seq_aux output_router_logits expert_dropout use_bfloat16 "
-            "router_z_loss_coef z_loss_coefficient mtp_loss_coef"
+            "router_z_loss_coef z_loss_coefficient mtp_loss_coef hidden_dropout rescale_prenorm_residual "
+            "time_step_max time_step_floor"
         ).split(),
         _TRAINING,
     ),
@@ -44,7 +46,7 @@ REASONS: dict[str, str] = {
             "transformers_version auto_map torchscript pruned_heads is_encoder_decoder add_cross_attention "
             "cross_attention_hidden_size tie_encoder_decoder gradient_checkpointing _attn_implementation "
             "_attn_implementation_internal _commit_hash cache_implementation _experts_implementation "
-            "_experts_implementation_internal"
+            "_experts_implementation_internal num_logits_to_keep use_mamba_kernels moe_shared_expert_overlap"
         ).split(),
         _LIBRARY,
     ),
@@ -56,6 +58,7 @@ REASONS: dict[str, str] = {
     "eod_token_id": "transformers does not read it: eos_token_id ends an output",
     "qk_head_dim": "the sum of qk_nope_head_dim and qk_rope_head_dim",
     "_sliding_window_pattern": "layer_types says it, in the files that have it",
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), "tokens that a scan takes at once: last bits"),
 }
 _OUTER = "the configuration around it decides"
 NESTED_REASONS = {"architectures": _OUTER, "tie_word_embeddings": _OUTER}
@@ -67,6 +70,7 @@ _OF_STATES = (
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand"),
     *("mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit"),
 )
+_OF_KIMI = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
 _OWN_BIASES = "InternLM3 has qkv_bias and bias instead"
 CASE_REASONS: dict[tuple[str, str], str] = {
     ("qwen2", "sliding_window"): _WINDOW,
@@ -92,6 +96,16 @@ CASE_REASONS: dict[tuple[str, str], str] = {
     ("exaone_moe", "sliding_window_pattern"): "layer_types says it",
     **{("granite_dense4", key): "of layers with a state, which it lacks" for key in _OF_STATES},
     ("granite_dense4", "num_experts_per_tok"): "has an effect with num_local_experts only, which must be 0",
+    ("granite4", "position_embedding_type"): "rope rotates, and any other value does not, as in transformers",
+    ("nemotron_h", "layers_block_type"): "hybrid_override_pattern counts if there is one",
+    ("nemotron_h", "mtp_layers_block_type"): "has an effect with num_nextn_predict_layers only",
+    ("nemotron_h", "expand"): "mamba_num_heads and mamba_head_dim say it",
+    ("nemotron_h", "mamba_proj_bias"): "use_bias counts, as in transformers",
+    ("nemotron_h", "residual_in_fp32"): "residuals are in the activations' type: last bits of bfloat16",
+    ("nemotron_h", "time_step_min"): "of first weights; in transformers also a limit, of prompts only",
+    ("falcon_h1", "mamba_norm_before_gate"): "has an effect with mamba_rms_norm only",
+    **{("kimi_linear", key): "linear_attn_config counts if there is one" for key in _OF_KIMI},
+    ("kimi_linear", "model_max_length"): "max_position_embeddings counts if there is one",
     ("hunyuan", "eod_token_id"): "ends documents of the training; eos_token_id ends an output",
     ("hy_v3", "enable_moe_fp32_combine"): "the shared expert is added in the activations' type: last bits of bfloat16",
 }
@@ -141,7 +155,7 @@ def is_read(hf: dict[str, Any], key: str, value: Any) -> bool:
 
 def unread(case: str) -> dict[str, str]:
     """The keys of a case that change nothing, with the reason; "" if none is known."""
-    hf = CASES[case]
+    hf = FAMILIES[case]
     keys = json.loads(KEYS.read_text())[case] | flat(hf)
     silent = [key for key, value in keys.items() if not is_read(hf, key, value)]
     reasons = REASONS | (NESTED_REASONS if "text_config" in hf else {})
@@ -159,4 +173,4 @@ def main(cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or list(CASES)))
+    sys.exit(main(sys.argv[1:] or list(FAMILIES)))

@@ -281,7 +281,7 @@ def make_mxfp4() -> None:
 def make_keys() -> None:
     """The keys of each case's configuration class in transformers, with their defaults."""
     found = {}
-    for case, hf in CASES.items():
+    for case, hf in (CASES | STATE_CASES).items():
         cls = transformers.CONFIG_MAPPING[hf.get("text_config", hf)["model_type"]]
         found[case] = {key: value for key, value in cls().to_dict().items() if not isinstance(value, torch.dtype)}
     (OUT / "keys.json").write_text(json.dumps(found, sort_keys=True))
