@@ -14,6 +14,7 @@ aligned.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import re
@@ -41,6 +42,7 @@ _SENTENCE_FILES = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PART = re.compile(r"(.+-)\d{5}(-of-(\d{5})\.gguf)", re.IGNORECASE)
+_SPECIAL_FLOATS = MappingProxyType({"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan})
 # every file that the server, the loader or the converter opens
 _READ = (
     *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", GGUF_FILES),
@@ -143,12 +145,19 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 def read_json(path: Path) -> Any:
     """Return the value of a JSON file. Raises ModelLoadError with the file's name."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_text(path), object_hook=_special_float)
     except RecursionError:
         raise ModelLoadError(f"{path} cannot be read, it is nested too deep") from None
     except ValueError as error:
         fix = "download the checkpoint again"
         raise ModelLoadError(f"{path} cannot be read, it is not valid JSON: {error}", fix=fix) from error
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}, and any other object as it is."""
+    if len(found) != 1 or not isinstance(name := found.get("__float__"), str):
+        return found
+    return _SPECIAL_FLOATS.get(name, found)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -5,16 +5,26 @@ The numbers of each form were compared with transformers 5.24; here a form must 
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-from jaxserve.models.checkpoint.hf_config import from_hf
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config
 from jaxserve.models.rope import LinearScaling, LongRopeScaling, RopeConfig, YarnScaling
 from tests.models.families import CASES, ENCODERS
-from tests.models.flip_keys import unread
+from tests.models.flip_keys import FAMILIES, unread
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# fields of another form and the same meaning: no window in any layer, 1 / sqrt(head_dim), scales of 1; and the ids that
+# Gemma 3's class has where the case names none
+SAVED_OTHERWISE = {
+    "gemma3_pictures": ("eos_token_ids", "bos_token_id"),
+    "laguna_per_element": ("layer_windows",),
+    "step3p7": ("attention_scale",),
+    "falcon_h1_norm": ("mamba2",),
+}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -180,9 +190,29 @@ def test_mistral_without_a_window_in_any_layer() -> None:
     assert from_hf(CASES["mistral"] | {"layer_types": ["sliding_attention"] * 3}) == from_hf(CASES["mistral"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FAMILIES)
 def test_no_key_is_ignored_without_a_reason(case: str) -> None:
     assert not [key for key, reason in unread(case).items() if not reason]
+
+
+@pytest.mark.parametrize("case", [case for case in FAMILIES if case != "internlm3"])  # transformers has no class of it
+def test_what_transformers_saves_again_is_the_same_model(case: str, tmp_path: Path) -> None:
+    """A fine-tuned checkpoint has a file with every key of the class, and with transformers' form of infinity."""
+    hf = FAMILIES[case]
+    transformers.CONFIG_MAPPING[hf["model_type"]](**hf).save_pretrained(tmp_path)
+    saved, given = read_config(tmp_path), from_hf(hf)
+    same = {name: getattr(given, name) for name in SAVED_OTHERWISE.get(case, ())}
+    assert saved.replace(**same) == given
+
+
+def test_kimi_linear_in_transformers_own_keys(tmp_path: Path) -> None:
+    """A configuration that is made there has no linear_attn_config."""
+    hf = FAMILIES["kimi_linear"]
+    linear = hf["linear_attn_config"]
+    own = {"linear_num_heads": 2, "linear_head_dim": 16, "linear_conv_kernel_dim": 4}
+    types = ["linear_attention" if n in linear["kda_layers"] else "full_attention" for n in (1, 2, 3)]
+    keys = {key: value for key, value in hf.items() if key != "linear_attn_config"}
+    assert from_hf(keys | own | {"layer_types": types}) == from_hf(hf)
 
 
 # --- the rotation ----------------------------------------------------------------------------------------------

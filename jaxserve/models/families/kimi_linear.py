@@ -101,6 +101,12 @@ _KEYS = {
     "num_expert_group": "n_group",
     "moe_router_activation_func": "scoring_func",
 }
+# transformers' own keys for those inside `linear_attn_config`, which counts if there is one
+_OWN_KEYS = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
 _NAMES = (
     (".block_sparse_moe.", ".mlp."),
     (".w1.", ".gate_proj."),
@@ -113,8 +119,9 @@ def _kimi_linear(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     layers, linear = fields["num_layers"], hf.get("linear_attn_config") or {}
     if not isinstance(linear, dict):
         raise ValueError(f"'linear_attn_config' must be an object, not {shown(linear)}")
-    heads, size = optional_integer(linear, "num_heads", 32), optional_integer(linear, "head_dim", 128)
-    state = StateSpec("channel_delta", heads, heads, size, size, optional_integer(linear, "short_conv_kernel_size", 4))
+    given = {key: hf[name] for name, key in _OWN_KEYS.items() if name in hf} | linear
+    heads, size = optional_integer(given, "num_heads", 32), optional_integer(given, "head_dim", 128)
+    state = StateSpec("channel_delta", heads, heads, size, size, optional_integer(given, "short_conv_kernel_size", 4))
     keys = {name: hf[key] for key, name in _KEYS.items() if hf.get(key) is not None}
     return deepseek_v3({"first_k_dense_replace": 1, **hf, **keys}, fields) | {
         "rope_layers": (False,) * layers,
