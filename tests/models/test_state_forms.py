@@ -60,12 +60,13 @@ def in_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def described(form: str) -> dict[str, Any]:
-    """The quantization_config of a form, which leaves the gate of a shared expert unquantized."""
+    """The quantization_config of a form, which leaves gates unquantized: of a shared expert, and of a delta rule."""
     if form == "fp8 blocks":
         return FP8_BLOCKS
     found = test_stored_form.FORMS[form]
-    key, entry = ("ignore", "re:.*_gate$") if "ignore" in found else ("modules_to_not_convert", "shared_expert_gate")
-    return found | {key: [*found[key], entry]}
+    if "ignore" in found:
+        return found | {"ignore": [*found["ignore"], "re:.*_gate$", r"re:.*\.in_proj_(a|b|ba)$"]}
+    return found | {"modules_to_not_convert": [*found["modules_to_not_convert"], "shared_expert_gate"]}
 
 
 # one of each family and of each form in the usual tiers
