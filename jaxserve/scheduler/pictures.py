@@ -12,6 +12,7 @@ not passed it, and stays afterwards until its rows are needed, so that the same 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -50,7 +51,6 @@ class PicturePool:
         self._limits = limits
         self._free = list(range(limits.num_rows - 1, -1, -1))
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
-        self._stale: set[_Entry] = set()  # still held, with rows of weights that were replaced
         self._wanted: list[_Entry] = []  # to encode, in this order
         self._begun: list[_Entry] = []  # in one program; some may be dropped
         self._num_pieces = 0  # of these, that were dispatched
@@ -113,9 +113,7 @@ class PicturePool:
     def _drop(self, entry: _Entry) -> None:
         self._free += entry.rows
         entry.rows = [self._limits.num_rows] * len(entry.rows)  # its program may go on, for others
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
-        self._stale.discard(entry)
+        del self._entries[entry.key]
         if entry in self._wanted:
             self._wanted.remove(entry)
 
@@ -173,10 +171,15 @@ class PicturePool:
         return position_delta(request.pictures, self._limits.merge)
 
     def release_passed(self, request: Request) -> None:
-        """Give up the pictures that the dispatched chunks of a request have read to their ends."""
+        """Give up the pictures that the dispatched chunks of a request have read to their ends.
+
+        Also one that comes again behind a picture without rows, which may need just these rows.
+        """
         if request not in self._held:
             return
-        ahead = {picture.digest for picture in request.pictures if picture.end > request.num_computed_tokens}
+        held = {entry.picture.digest for entry in self._held[request]}
+        left = (picture.digest for picture in request.pictures if picture.end > request.num_computed_tokens)
+        ahead = set(itertools.takewhile(held.__contains__, left))
         for entry in [entry for entry in self._held[request] if entry.picture.digest not in ahead]:
             self._give_up(request, entry)
 
@@ -190,22 +193,23 @@ class PicturePool:
         self._held[request].remove(entry)
         if not self._held[request]:
             del self._held[request]
-        if not entry.users and (entry in self._stale or not entry.done):
+        if not (entry.users or entry.done):
             self._drop(entry)
 
     def flush(self) -> None:
-        """Let no later request find the rows: the weights have changed, or the device has lost the rows."""
+        """Let no later step read the rows: the weights have changed, or the device has lost the rows.
+
+        `reach` makes new entries for the running prompts that still need their pictures.
+        """
+        for request in list(self._held):
+            self.release(request)
         for entry in list(self._entries.values()):
-            del self._entries[entry.key]
-            if entry.users:  # `reach` then makes a new entry for the requests that still need the picture
-                self._stale.add(entry)
-            else:
-                self._drop(entry)
-        self._wanted, self._begun = [], []
+            self._drop(entry)
+        self._begun = []
 
     def check_integrity(self, running: set[Request]) -> None:
         """Raise AssertionError unless every row is exactly once free or a picture's, which running requests hold."""
-        entries = [*self._entries.values(), *self._stale]
+        entries = self._entries.values()
         rows = [row for entry in entries for row in entry.rows]
         assert sorted(self._free + rows) == list(range(self._limits.num_rows)), "a row is lost or has two owners"
         assert self._held.keys() <= running, "a request that does not run holds pictures"

@@ -434,5 +434,24 @@ def test_a_step_runs_the_pieces_that_fit_in_its_time():
         assert not pictures.has_work and pictures.reach(request, 300) == 300
 
 
+@pytest.mark.parametrize("flushed_at", [None, 5, 10, 25, 45])
+def test_a_prompt_never_waits_for_rows_that_it_holds_itself(flushed_at: int | None):
+    """There are rows for one picture. The first comes again behind the second. Weights may be replaced within one."""
+    first, second = (Picture(bytes([size]) * 32, b"", (1, 8, 8), 1, 16) for size in (1, 2))
+    pictures = PicturePool(TowerLimits(num_rows=16, merge=2, pieces={256: ("attend", "end")}))
+    request = Request("a", [0] * 60, SamplingParams(), 0.0, 0, 4)
+    places = (first, 1), (second, 20), (first, 40)
+    request.pictures = tuple(msgspec.structs.replace(picture, start=start) for picture, start in places)
+    for _ in range(30):
+        request.num_computed_tokens = pictures.reach(request, min(60, request.num_computed_tokens + 5))
+        pictures.release_passed(request)
+        pictures.plan()
+        if flushed_at is not None and request.num_computed_tokens >= flushed_at:
+            pictures.flush()
+            flushed_at = None
+        pictures.check_integrity({request})
+    assert request.num_computed_tokens == 60
+
+
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
