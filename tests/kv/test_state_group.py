@@ -4,6 +4,7 @@ The engine's random worlds (tests/engine/test_core.py) hold every fold to a hash
 rules that must matter to them.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.errors import ConfigError
 from jaxserve.kv.groups.cached_pages import CachedPages
 from jaxserve.kv.groups.state_group import StateGroup, StatePages
+from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.radix_cache import Node
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from jaxserve.types.scheduling import STATE_COLUMNS, StateSizes
 from jaxserve.types.step import Request, TableUpdate
-from tests.engine.test_core import World
-from tests.fakes import VOCAB, alone, make_core, make_request, run_all, small_config
+from tests.engine.test_core import World, constrained
+from tests.fake_grammar import CountingMatcher, HandExecutor
+from tests.fakes import VOCAB, Transcripts, alone, make_core, make_request, run_all, small_config
 
 PAGE, BORDER, INTERVAL = 4, 8, 32
 
@@ -254,6 +257,58 @@ def test_of_the_states_of_a_prompt_the_deepest_is_evicted_last() -> None:
     core = core_of(num_pages=4, max_num_seqs=1)
     asked = [words(60), words(20, 1), words(20, 2), words(60)]
     assert [computed(core, prompt, f"r{i}") for i, prompt in enumerate(asked)] == [60, 20, 20, 4]
+
+
+def test_a_prefix_is_served_only_where_all_groups_have_their_pages() -> None:
+    """The window ends a prefix of 4 pages at 3, the states at 2, and there the window lacks a page."""
+    sizes: dict[str, object] = {"states": StateSizes(40, PAGE, PAGE), "window": 2 * PAGE, "num_window_pages": 40}
+    kv = KVManager(small_config(**sizes))
+    kv.adopt("", words(4 * PAGE))
+    nodes = kv.cache.match_prefix("", words(4 * PAGE), 4).path
+    for group, depths in zip(kv.groups, ((2, 3), (2, 4)), strict=True):
+        for depth in depths:
+            group.cached.put(nodes[depth - 1], group.cached.allocate(1)[0])
+    assert [kv.served(node).depth for node in nodes] == [0, 0, 0, 0]
+    kv.groups[0].cached.put(nodes[0], kv.groups[0].cached.allocate(1)[0])
+    assert [kv.served(node).depth for node in nodes] == [0, 2, 2, 2]
+
+
+def test_few_states_leave_drafts_their_pages() -> None:
+    """A request has one state however many tokens it has."""
+    assert core_of(num_pages=2).scheduler.kv.num_available == 400
+
+
+def test_a_state_that_a_step_in_flight_writes_is_given_to_nobody() -> None:
+    core = core_of(num_pages=2, max_num_seqs=2)
+    core.add(make_request("a", words(9), max_tokens=50))
+    for _ in range(3):
+        core.step()
+    assert states_of(core).num_available == 1
+    core.abort(["a"])
+    assert states_of(core).num_available == 1
+    core.step()
+    assert states_of(core).num_available == 2
+
+
+def test_a_row_without_its_mask_begins_with_the_same_state_again() -> None:
+    """Also after it was preempted, in several chunks."""
+    threads = HandExecutor()
+    core = make_core(
+        small_config(states=StateSizes(4, PAGE, PAGE), prefix_cache=False, prefill_chunk_size=2),
+        eos_token_ids=(1000,),
+        mask_threads=threads,
+        make_matcher=lambda spec: CountingMatcher(3, int(spec.source), was_slow=True),
+    )
+    request = make_request("a", words(5), max_tokens=20, grammar=GrammarSpec(kind="regex", source="9"))
+    core.add(request)
+    transcripts, steps = Transcripts(), itertools.count()
+    while core.has_work:
+        if next(steps) % 20 == 19:
+            core.scheduler.preempt_all()
+        transcripts.take(core.step())
+        core.scheduler.check_integrity()
+        threads.run(1)
+    assert transcripts["a"].token_ids == constrained(request, 100)[0]
 
 
 @pytest.mark.parametrize("lose", [EngineCore.flush_prefix_cache, EngineCore.recover])

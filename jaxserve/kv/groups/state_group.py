@@ -104,7 +104,7 @@ class StateGroup:
 
     @property
     def num_growable(self) -> int:
-        return self.num_pages  # a request does not grow
+        return _NEVER  # a request does not grow
 
     @property
     def _num_spared(self) -> int:
