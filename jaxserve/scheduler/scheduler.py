@@ -327,6 +327,7 @@ class Scheduler:
         """Whether the step in flight must be read first, because the next one should have drafts."""
         if self._speculation is None or not self.in_flight:
             return False
+        self._running.drop_ended()  # nothing may be proposed for them, or the drafter would keep it for ever
         newest, decoding = self.in_flight.newest, self._running.decoding
         return self._speculation.must_read_first(newest, decoding, prompts=self._expects_prompts)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from jaxserve.speculation.ngram import MAX_INDEXED, NGramDrafter, NGramIndex
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.step import Request
+from jaxserve.types.step import FinishReason, Request
+from tests.fakes import VOCAB, make_core, make_request, run_all, small_config
 
 
 def searched(tokens: list[int], smallest: int, largest: int, most: int) -> list[int]:
@@ -79,3 +80,27 @@ def test_many_long_prompts_take_a_tenth_of_the_time() -> None:
     drafter = NGramDrafter(3, 8, clock=lambda: 0.0)
     requests = [Request(f"{i}", [i] * 4000, SamplingParams(), 0.0, 0, 9) for i in range(10)]
     assert [bool(drafter.propose(request, 4)) for request in requests] == [True, *[False] * 9]
+
+
+class Keeping:
+    """A drafter that proposes nothing, and shows of which requests it keeps something."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        self.kept.add(request.request_id)
+        return []
+
+    def forget(self, request_id: str) -> None:
+        self.kept.discard(request_id)
+
+
+def test_nothing_is_kept_of_a_request_that_ended() -> None:
+    """Some end by a stop token while the next step of others is in flight."""
+    drafter = Keeping()
+    config = small_config(max_drafts=3, verify_sizes=(8,), num_pages=400)
+    core = make_core(config, eos_token_ids=tuple(range(0, VOCAB, 7)), drafter=drafter)
+    transcripts = run_all(core, [make_request(f"r{i}", [i] * 9, max_tokens=30) for i in range(30)])
+    assert sum(each.reason is FinishReason.STOP for each in transcripts.values()) > 20
+    assert not drafter.kept
