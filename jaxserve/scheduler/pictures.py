@@ -137,7 +137,8 @@ class PicturePool:
             if last == first:
                 break
             rows = [row for entry in begun for row in entry.rows]
-            parts.append(EncodePart(tuple(entry.picture for entry in begun), first, last, rows))
+            names = sorted({user.request_id for entry in begun for user in entry.users})
+            parts.append(EncodePart(tuple(entry.picture for entry in begun), first, last, rows, tuple(names)))
             self._num_pieces = last
             if last == len(pieces):
                 self.num_encoded += sum(bool(entry.users) for entry in begun)

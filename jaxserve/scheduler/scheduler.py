@@ -76,8 +76,8 @@ class StepsInFlight:
         return self._steps[-1][0]
 
     def request_ids(self) -> Collection[str]:
-        """Return the ids of the requests in these steps, without repetition."""
-        return dict.fromkeys(request.request_id for _, requests in self._steps for request in requests)
+        """Return the ids of the requests that these steps work for, without repetition."""
+        return dict.fromkeys(request_id for output, _ in self._steps for request_id in output.request_ids)
 
     def add(self, output: SchedulerOutput, requests: list[Request]) -> None:
         self._steps.append((output, requests))

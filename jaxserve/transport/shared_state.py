@@ -140,7 +140,7 @@ class WorkRecord:
         self._others: list[str] = []
 
     def dispatching(self, ids: list[str]) -> None:
-        """Record that a step with these rows is dispatched next."""
+        """Record that a step that works for these requests is dispatched next."""
         rows = ids if ids == self._step else list(dict.fromkeys(self._step + ids))
         self._step = ids
         if rows != self._written:
@@ -162,8 +162,8 @@ class RecordingRunner:
         self._record = record
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
-        if output.rows:
-            self._record.dispatching([row.request_id for row in output.rows])
+        if ids := output.request_ids:
+            self._record.dispatching(ids)
         return self._inner.execute(output)
 
     def rebuild(self) -> None:

@@ -64,12 +64,14 @@ class EncodePart(NamedTuple):
     pictures    to start with, if first is 0
     rows        of the pool for the tokens of all pictures, which get the result when the last piece was run. A number
                 beyond the pool: of a picture that nobody needs any more
+    request_ids of those that wait for the pictures
     """
 
     pictures: tuple[Picture, ...]
     first: int
     last: int
     rows: list[int]
+    request_ids: tuple[str, ...] = ()
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
@@ -158,6 +160,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     @property
     def masked(self) -> bool:
         return any(row.masked for row in self.rows)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests that the step works for: those of its rows and of the pictures it encodes."""
+        ids = [row.request_id for row in self.rows]
+        of_pictures = (name for part in self.encodes for name in part.request_ids)
+        return list(dict.fromkeys((*ids, *of_pictures))) if self.encodes else ids
 
     @property
     def admitted_ids(self) -> list[str]:

@@ -5,8 +5,10 @@ import pytest
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.types.page_keys import with_pictures
+from jaxserve.types.picture import Picture
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduling import SchedulerConfig
+from jaxserve.types.scheduling import SchedulerConfig, TowerLimits
 from jaxserve.types.step import FinishReason, Request, ScheduledRow, SchedulerOutput
 from tests.fakes import VOCAB, FakeRunner, FakeStep, Transcripts, alone, make_core, make_request, run_all, small_config
 
@@ -434,3 +436,24 @@ def test_a_live_request_id_is_refused() -> None:
 def test_numbers_that_cannot_work_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         small_config(**changes)
+
+
+# --- pictures
+
+
+def with_a_picture(start: int) -> Scheduler:
+    """It has a request of 8 tokens with a token mask, of which those at `start` and behind it are a picture."""
+    limits = TowerLimits(num_rows=8, merge=2, pieces={8: ("end",)})
+    scheduler, prompt = Scheduler(small_config(pictures=limits)), prompt_of(8)
+    request = Request("a", prompt, SamplingParams(temperature=0.0), 0.0, 0, 4, masked=True)
+    request.pictures = (Picture(bytes(32), bytes(8), (1, 2, 4), start, num_tokens=2),)
+    request.picture_keys = with_pictures(prompt, request.pictures, 4)
+    scheduler.add(request)
+    return scheduler
+
+
+def test_a_step_works_for_the_requests_whose_pictures_it_encodes() -> None:
+    scheduler = with_a_picture(start=0)
+    output = schedule(scheduler)
+    assert (output.rows, output.request_ids) == ([], ["a"])
+    assert scheduler.recover() == ["a"], "if the device failed, its picture may be why"

@@ -1,11 +1,12 @@
 """What is written down of the requests in work, as another process would find it at any moment."""
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
 from jaxserve.transport.shared_state import RecordingRunner, SharedState, WorkRecord
-from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step import EncodePart, SchedulerOutput
 from tests.fakes import FakeRunner, FakeStep, make_core, make_request, small_config
 
 
@@ -65,6 +66,13 @@ class Looking(FakeRunner):
         assert set(self._look()) == rows | self._before
         self._before = rows
         return super().execute(output)
+
+
+def test_a_request_is_in_work_while_its_pictures_are_encoded() -> None:
+    state = SharedState()
+    runner = RecordingRunner(Mock(), WorkRecord(state))
+    runner.execute(SchedulerOutput(1, [], 0, [], encodes=[EncodePart((), 0, 1, [], ("a",))]))
+    assert state.in_work == ["a"]
 
 
 @pytest.mark.parametrize("requests", [1, 20])
