@@ -644,7 +644,7 @@ class EngineCore:
             self._end_masked(request_id, reason)
         with _device_work():
             handle.sample(masks.bits, masks.late)
-        self.scheduler.in_flight.take_back(masks.late)
+        self.scheduler.take_back(masks.late)
         self.scheduler.in_flight.pause(masks.paused)
 
     def _take_masks(self) -> None:

@@ -93,14 +93,15 @@ class StepsInFlight:
 
     # --- rows of the newest step with a late token mask
 
-    def take_back(self, rows: Sequence[int]) -> None:
-        """Cancel rows: they yield no token, and their last tokens are computed again."""
+    def take_back(self, rows: Sequence[int]) -> list[Request]:
+        """Count rows as not sampled, and their last tokens as not computed. Returns their requests."""
         output, requests = self._steps[-1]
         for i in rows:
             output.rows[i] = msgspec.structs.replace(output.rows[i], samples=False)
             most = 1 + len(output.rows[i].drafts)
             requests[i].num_computed_tokens -= most
             requests[i].num_inflight_tokens -= most
+        return [requests[i] for i in rows]
 
     def pause(self, paused: Collection[str]) -> None:
         """Pause the masked requests of `paused` until `Scheduler.resume`. The other masked ones continue."""
@@ -431,6 +432,16 @@ class Scheduler:
         return self._admitter.reason(request)
 
     # --- rows with a late token mask
+
+    def take_back(self, rows: Sequence[int]) -> None:
+        """Cancel rows of the newest step: they yield no token, and their last tokens are computed again.
+
+        A prompt that ends with a picture is preempted, since a decode row would take the picture's last token for text.
+        """
+        for request in self.in_flight.take_back(rows):
+            ends_with_picture = bool(request.pictures) and request.pictures[-1].end == request.num_tokens
+            if ends_with_picture and request.status is RequestStatus.RUNNING:
+                self._preempt(request)
 
     def resume(self, request_id: str) -> None:
         """Resume a paused request: its token mask is ready."""

@@ -1,5 +1,6 @@
 """The scheduler's decisions one at a time, on the fake device. What holds for any mixture is in test_core."""
 
+import numpy as np
 import pytest
 
 from jaxserve.engine.core import CoreOptions, EngineCore
@@ -9,7 +10,7 @@ from jaxserve.types.page_keys import with_pictures
 from jaxserve.types.picture import Picture
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.scheduling import SchedulerConfig, TowerLimits
-from jaxserve.types.step import FinishReason, Request, ScheduledRow, SchedulerOutput
+from jaxserve.types.step import FinishReason, Request, SampledTokens, ScheduledRow, SchedulerOutput
 from tests.fakes import VOCAB, FakeRunner, FakeStep, Transcripts, alone, make_core, make_request, run_all, small_config
 
 
@@ -457,3 +458,23 @@ def test_a_step_works_for_the_requests_whose_pictures_it_encodes() -> None:
     output = schedule(scheduler)
     assert (output.rows, output.request_ids) == ([], ["a"])
     assert scheduler.recover() == ["a"], "if the device failed, its picture may be why"
+
+
+def test_a_prompt_that_ends_with_a_picture_never_takes_the_picture_for_text() -> None:
+    """Its first token has no mask in time. The row that computes the prompt's last token again has the picture too."""
+    scheduler = with_a_picture(start=6)
+    last: list[ScheduledRow] = []
+    for _ in range(6):
+        output = scheduler.schedule(0.0)
+        if output is None:
+            break
+        count = len(output.rows)
+        last += [row for row in output.rows if row.samples]
+        if len(last) == 1:
+            scheduler.take_back([0])
+        scheduler.check_integrity()
+        no_tokens = np.zeros((count, 1), np.int32), np.zeros(count, np.int32)
+        scheduler.update(output, SampledTokens(*no_tokens, status=np.zeros(count, np.uint8)), 0.0)
+        if len(last) > 1:
+            break
+    assert len(last) == 2 and all(row.pictures is not None and row.pictures.rows[-1] >= 0 for row in last)
