@@ -6,7 +6,7 @@ not passed it, and stays afterwards until its rows are needed, so that the same 
 
     reach            a prompt can be computed up to the first picture without rows. That and the other pictures of the
                      chunk are then wanted
-    plan             the next pieces of the tower, for the pictures that were wanted first: as many as one program holds
+    plan             the next pieces of the tower, for the most urgent pictures: as many as one program holds
     release_passed   the chunk that reads the end of a picture is dispatched: later steps may overwrite its rows
 """
 
@@ -51,7 +51,7 @@ class PicturePool:
         self._limits = limits
         self._free = list(range(limits.num_rows - 1, -1, -1))
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
-        self._wanted: list[_Entry] = []  # to encode, in this order
+        self._wanted: list[_Entry] = []  # to encode, those of equal urgency in this order
         self._begun: list[_Entry] = []  # in one program; some may be dropped
         self._num_pieces = 0  # of these, that were dispatched
         self._held: dict[Request, set[_Entry]] = {}
@@ -148,7 +148,8 @@ class PicturePool:
         return parts
 
     def _begin(self) -> None:
-        """Take the next pictures: the first one that is wanted, and those after it that its program holds too."""
+        """Take the next pictures: the most urgent one that is wanted, and those after it that its program holds too."""
+        self._wanted.sort(key=lambda entry: min((not user.aged, user.priority) for user in entry.users))
         room = self._limits.size_of(self._wanted[0].picture.num_patches)
         self._begun, self._num_pieces = [], 0
         while self._wanted and self._wanted[0].picture.num_patches <= room:

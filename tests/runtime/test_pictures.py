@@ -434,6 +434,16 @@ def test_a_step_runs_the_pieces_that_fit_in_its_time():
         assert not pictures.has_work and pictures.reach(request, 300) == 300
 
 
+def test_pictures_of_a_batch_are_encoded_behind_those_that_somebody_waits_for():
+    pictures = PicturePool(TowerLimits(num_rows=64, merge=2, pieces={256: ("end",)}, packs=False))
+    for number, (priority, aged) in enumerate([(1, False), (1, False), (0, False), (1, True), (0, False)]):
+        request = Request("a", [0] * 60, SamplingParams(), 0.0, 0, 4, priority=priority, aged=aged)
+        request.pictures = (Picture(bytes([number]) * 32, b"", (1, 4, 4), 1, 4),)
+        assert pictures.reach(request, 60) == 1
+    order = [part.pictures[0].digest[0] for _ in range(5) for part in pictures.plan()]
+    assert order == [3, 2, 4, 0, 1]
+
+
 @pytest.mark.parametrize("flushed_at", [None, 5, 10, 25, 45])
 def test_a_prompt_never_waits_for_rows_that_it_holds_itself(flushed_at: int | None):
     """There are rows for one picture. The first comes again behind the second. Weights may be replaced within one."""
