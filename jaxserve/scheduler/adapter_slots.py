@@ -1,8 +1,9 @@
 """Which adapters are on the devices, and which requests use them. An adapter is known by its digest.
 
 A request whose adapter has no slot takes one that no running request uses, the one used longest ago first. If there is
-none, it waits, and claims the slot of the adapter that was started longest ago: requests that came after it do not
-start with that adapter, so that no adapter waits for ever. A claim lasts while its request is tried in each step.
+none, it waits, and claims the slot of the adapter that was started longest ago: requests of worse priority, and those
+that came after it, do not start with that adapter, so that no adapter waits for ever. A claim lasts while its request
+is tried in each step, or until one of better priority claims.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from typing import NamedTuple
 from jaxserve.types.step import Request, RequestStatus
 
 _WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def _rank(request: Request) -> tuple[bool, int, float]:
+    """Return the sort key of requests that wait for a slot: aged, better priority, arrival."""
+    return not request.aged, request.priority, request.arrival
 
 
 class _Claim(NamedTuple):
@@ -85,13 +91,15 @@ class AdapterSlots:
         if self._claim is not None and self._claim.is_void(self.pinned):
             self._claim = None
         claim = self._claim
-        if claim is not None and claim.request is request:
-            self._is_tried = True
+        is_own = claim is not None and claim.request is request
+        self._is_tried |= is_own
+        passes = claim is None or is_own or _rank(request) < _rank(claim.request)
         if request.adapter in self._slots:
-            return claim is None or claim.digest != request.adapter or request.arrival <= claim.request.arrival
+            return passes or claim is None or claim.digest != request.adapter
         if self._free or self._idle() is not None:
-            return claim is None or claim.request is request or request.arrival < claim.request.arrival
-        if claim is None and (oldest := next((each for each in self._slots if each not in self.pinned), None)):
+            return passes
+        oldest = next((each for each in self._slots if each not in self.pinned), None)
+        if passes and not is_own and oldest is not None:
             self._claim = _Claim(request, oldest)
             self._is_tried = True
         return False

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ModelNotFoundError
-from jaxserve.types.sampling import EngineRequest, namespace_of
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, namespace_of
 from tests.fakes import Transcripts, make_request, run_all
 from tests.scheduler.test_scheduler import Recorder, prompt_of, recording_core, step
 
@@ -83,6 +83,19 @@ def test_later_requests_of_a_running_adapter_do_not_keep_another_waiting() -> No
     run_all(core, transcripts=transcripts)
     order = [row.request_id for output in recorder.outputs for row in output.rows]
     assert order.index("b") < min(order.index(f"a{i}") for i in range(1, 6))
+
+
+def test_lines_of_a_batch_that_came_before_keep_no_request_waiting_for_a_slot() -> None:
+    core, recorder = make(1, "A", "B", "C", max_num_seqs=2)
+    transcripts = Transcripts()
+    lines = [asked(f"a{i}", "A", first=i, max_tokens=6) for i in range(6)] + [asked("c", "C", first=20)]
+    for line in lines:
+        core.add(msgspec.structs.replace(line, priority=BACKGROUND_PRIORITY))
+    step(core, transcripts, 2)  # the last line claims the slot of A
+    core.add(asked("b", "B", first=30))
+    run_all(core, transcripts=transcripts)
+    order = list(dict.fromkeys(row.request_id for output in recorder.outputs for row in output.rows))
+    assert order == ["a0", "a1", "b", "a2", "a3", "a4", "a5", "c"]
 
 
 def test_a_pinned_adapter_keeps_its_slot() -> None:
