@@ -85,6 +85,8 @@ def test_requests_share_prefixes_where_salt_and_key_are_the_same(server: LiveSer
     assert both not in [namespace(**fields) for fields in others]
     assert both == namespace(cache_salt="tenant1", extra_key="x")
     assert namespace(cache_salt="x") == namespace(extra_key="x") != namespace() == ""
+    server.post("/v1/embeddings", {"model": "demo", "input": "Hi", "cache_salt": "x"})
+    assert server.link.seen[-1].namespace == namespace(cache_salt="x")
 
 
 def test_max_tokens_is_clamped_and_defaults(server: LiveServer) -> None:

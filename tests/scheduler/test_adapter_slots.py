@@ -131,6 +131,8 @@ def test_adapters_share_no_pages() -> None:
     starts = [recorder.rows(name)[0].start for name in ("a", "b", "plain", "again")]
     assert starts[:3] == [0, 0, 0]
     assert starts[3] > 0
+    pairs = [(adapter, salt) for adapter in ("", "A") for salt in ("", "s", "A\0", "A\0s", "\0s", "\0A\0s")]
+    assert len({namespace_of(*pair) for pair in pairs}) == len(pairs)
 
 
 def test_what_the_devices_lost_is_written_again() -> None:
