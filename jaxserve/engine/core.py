@@ -440,9 +440,9 @@ class EngineCore:
         """
         self._check_ids([request.request_id for request in requests])
         records = self._requests.make(requests, prompt)
-        grammar, budget = requests[0].params.grammar, MaskBudget()
+        grammar, budgets = requests[0].params.grammar, dict[str, MaskBudget]()
         for record in records:
-            record.mask_budget = budget
+            record.mask_budget = budgets.setdefault(record.group or record.request_id, MaskBudget())
         if prepare is not None and grammar is not None and self._make_matcher is not None:
             for record in records:
                 self._compiling.add(record, prepare(grammar))

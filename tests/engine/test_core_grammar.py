@@ -145,3 +145,13 @@ def test_a_resumed_output_has_moved_its_grammar_on() -> None:
         resumed = make_request("a", [1, 2], max_tokens=50, grammar=grammar, resumed_token_ids=whole[:kept])
         transcript = run_all(grammar_core(), [resumed])["a"]
         assert transcript.token_ids == whole[kept:] and transcript.reason is FinishReason.STOP
+
+
+def test_only_the_choices_of_one_request_share_the_time_for_their_masks() -> None:
+    """An engine in this process adds the prompts of a call together."""
+    core, grammar = grammar_core(), GrammarSpec(kind="regex", source="2")
+    groups = {"a": "one", "b": "one", "c": "", "d": ""}
+    core.add(*(make_request(name, [1, 2], grammar=grammar, group=group) for name, group in groups.items()))
+    found = [core.scheduler.find(name) for name in groups]
+    budgets = [request.mask_budget for request in found if request is not None]
+    assert budgets[0] is budgets[1] and len(set(map(id, budgets))) == 3
