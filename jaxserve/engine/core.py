@@ -187,6 +187,7 @@ class RequestFactory:
         sampled = 0 if params.embed or params.max_tokens == 0 else 1
         self._config.check_fits(len(request.prompt_token_ids), sampled)
         self._check_logit_bias(params.logit_bias)
+        self._check_bad_words(params.bad_words_token_ids)
         self._check_extras(params)
         check_allowed(params, self._vocab_size)
         if request.adapter:
@@ -198,6 +199,11 @@ class RequestFactory:
         if len(bias) > MAX_LOGIT_BIAS or not all(0 <= token < self._vocab_size for token in bias):
             message = f"logit_bias takes at most {MAX_LOGIT_BIAS} token ids in [0, {self._vocab_size})"
             raise InvalidValueError(message, param="logit_bias")
+
+    def _check_bad_words(self, words: Sequence[Sequence[int]]) -> None:
+        if not all(word and all(0 <= token < self._vocab_size for token in word) for word in words):
+            message = f"each of bad_words_token_ids has one token id or more, in [0, {self._vocab_size})"
+            raise InvalidValueError(message, param="bad_words")
 
     def _check_extras(self, params: SamplingParams) -> None:
         if not params.extras.wanted:

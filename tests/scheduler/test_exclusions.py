@@ -7,7 +7,7 @@ from jaxserve.scheduler.stopping import check_allowed, nothing_allowed
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from jaxserve.types.step import FinishReason
 from tests.fake_grammar import CountingMatcher
-from tests.fakes import make_core, make_request, next_token, run_all, small_config
+from tests.fakes import VOCAB, make_core, make_request, next_token, run_all, small_config
 
 V = 10
 PROMPT = list(range(1, 14))
@@ -45,6 +45,15 @@ def test_the_engine_refuses_it_when_it_is_added() -> None:
     with pytest.raises(InvalidValueError, match="no token to sample"):
         core.add(make_request("r", PROMPT, allowed_token_ids=(5,), bad_words_token_ids=((5,),)))
     assert not core.has_work
+
+
+@pytest.mark.parametrize("word", [(), (1, VOCAB), (-1, 2), (1, 2**31 - 1)])
+def test_a_bad_word_that_no_output_can_have_is_refused(word: tuple[int, ...]) -> None:
+    """Masks of other requests are made together with this one's."""
+    core = make_core(small_config())
+    with pytest.raises(InvalidValueError, match=r"in \[0, 97\)") as caught:
+        core.add(make_request("r", PROMPT, bad_words_token_ids=((3,), word)))
+    assert caught.value.param == "bad_words" and not core.has_work
 
 
 def test_a_bad_word_against_a_grammars_only_token_ends_that_request_alone() -> None:

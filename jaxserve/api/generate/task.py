@@ -607,7 +607,7 @@ def sampling_params(
     info = state.engine.info
     fields: dict[str, Any] = _shared_fields(body, info) | {
         "allowed_token_ids": _allowed(body.allowed_token_ids, info),
-        "bad_words_token_ids": _bad_words(body.bad_words or [], state.engine.tokenizer),
+        "bad_words_token_ids": _bad_words(body.bad_words or [], state.engine.tokenizer, info.vocab_size),
         "seed": _seed(body.seed),
         "max_tokens": max_tokens,
         "min_tokens": _min_tokens(body.min_tokens, max_tokens, "min_tokens"),
@@ -718,11 +718,14 @@ def _allowed(token_ids: list[int] | None, info: EngineInfo) -> tuple[int, ...] |
     return _vocabulary(token_ids, info, "allowed_token_ids")
 
 
-def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Tokenize each word as it is at the start of a text and after a space."""
+def _bad_words(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Tokenize each word as it is at the start of a text and after a space. vocab_size: of the model
+
+    A tokenizer may have tokens that the model cannot sample, so it never makes their words.
+    """
     variants = [text for word in words for text in (word, " " + word.lstrip())]
     found = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in variants)
-    sequences = tuple(sequence for sequence in found if sequence)
+    sequences = tuple(sequence for sequence in found if sequence and max(sequence) < vocab_size)
     if sum(map(len, sequences)) > MAX_BAD_WORD_TOKENS:
         raise InvalidValueError(f"bad_words are over {MAX_BAD_WORD_TOKENS} tokens.", param="bad_words")
     return sequences
