@@ -19,9 +19,11 @@ import numpy as np
 
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
+from jaxserve.types.picture import Picture, PictureInfo
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduling import STATE_COLUMNS, STATE_EMITS, GroupSizes, Reach, SchedulerConfig
 from jaxserve.types.step import (
+    EncodePart,
     FinishReason,
     Request,
     RowStatus,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:  # the runtime imports jax, which most tests with a fake devic
     from jaxserve.runtime.memory import MemoryPlan
 
 VOCAB = 97
+PLACEHOLDER = 96  # of the pictures
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # log-probabilities, ranks, top ids, theirs
 
 EMPTY = -1  # of an offset in a page that was never written
@@ -63,11 +66,29 @@ def masked_next_token(context: Sequence[int] | np.ndarray, seed: int, mask: np.n
     return int((token + np.argmax(np.roll(allowed, -token))) % VOCAB)
 
 
+def seed_of(params: SamplingParams, adapter: str = "") -> int:
+    """What makes one request's tokens differ from another's of the same prompt. adapter: a number, "" for none"""
+    return ((params.seed or 0) if params.temperature else 0) + int(adapter or 0)
+
+
+def seen_prompt(request: EngineRequest) -> list[int]:
+    """The prompt as the device has it: each token of a picture is a number that no other picture and place has."""
+    found = list(request.prompt_token_ids)
+    for picture in request.pictures:
+        found[picture.start : picture.end] = rows_of(picture)
+    return found
+
+
+def rows_of(picture: Picture) -> list[int]:
+    first = VOCAB + int.from_bytes(picture.digest[:3], "big") * 100
+    return list(range(first, first + picture.num_tokens))
+
+
 def alone(
-    prompt: Sequence[int], params: SamplingParams, eos: Container[int] = (), room: int = 10**6
+    prompt: Sequence[int], params: SamplingParams, eos: Container[int] = (), room: int = 10**6, adapter: str = ""
 ) -> tuple[list[int], FinishReason]:
     """What a request yields that has the device to itself, by the definition of its parameters. room: of max_tokens."""
-    seed = (params.seed or 0) if params.temperature else 0
+    seed = seed_of(params, adapter)
     context, output = list(prompt), list[int]()
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
     while len(output) < limit:
@@ -197,6 +218,9 @@ class FakeRunner:
         counts = config.num_host_pages, *(group.num_host_pages for group in config.groups)
         self.host = [np.full((count, config.page_size), EMPTY, np.int64) for count in counts]
         self.slots: dict[int, FakeSlot] = {}
+        self.pool: dict[int, int] = {}  # of the rows of pictures
+        self.adapters: dict[int, str] = {}
+        self._encoding: tuple[tuple[Picture, ...], int] = (), 0  # pictures, and how many pieces were run
         self.num_steps = 0
         self.num_read_nan = 0  # rows of other requests that read what is not finite
         self._tables: dict[int, list[int]] = {}  # as dispatched: ahead of `slots`
@@ -218,12 +242,14 @@ class FakeRunner:
         self._tables.clear()
         self._group_tables.clear()
         self._unread.clear()
+        self.pool.clear()
+        self.adapters.clear()
 
     # --- dispatch
 
     def execute(self, output: SchedulerOutput) -> FakeStep:
         rows, config = output.rows, self.config
-        assert rows or output.page_moves
+        assert rows or output.page_moves or output.encodes
         assert sum(row.num_tokens for row in rows) == output.num_tokens <= config.max_num_batched_tokens
         assert len({row.slot for row in rows}) == len(rows) <= config.max_num_seqs
         assert all(row.num_tokens == 1 and not row.token_ids for row in rows[: output.num_decode_rows])
@@ -237,7 +263,7 @@ class FakeRunner:
         assert not output.rests or (self.guess and output.num_decode_rows == len(rows) and not output.draft_room)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
         self._check_moves(output)
-        if not rows:
+        if not (rows or output.encodes):
             assert not self._unread
             self._move_pages(output)
             return FakeStep(self, output)
@@ -335,10 +361,11 @@ class FakeRunner:
                 continue
             new = zip(itertools.count(update.first), update.page_ids, strict=False)
             self.slots[update.slot].tables[update.group].update(new)
-        rows, self._rests = step.output.rows, step.output.rests
+        self.adapters |= step.output.adapter_writes
+        rows, self._rests = [self._with_pictures(row) for row in step.output.rows], step.output.rests
         if self.states:
             self._advance_states(rows)
-        tokens = np.full((len(rows), 1 + max(len(row.drafts) for row in rows)), EMPTY, np.int32)
+        tokens = np.full((len(rows), 1 + max((len(row.drafts) for row in rows), default=0)), EMPTY, np.int32)
         valid = np.zeros(len(rows), np.int32)
         status = np.zeros(len(rows), np.uint8)
         ends = list(itertools.accumulate(1 + len(row.drafts) for row in rows))
@@ -365,6 +392,26 @@ class FakeRunner:
             extras=StepExtras() if any(row.extras is not None for row in rows) else None,
             drafts=self._drafts(step.output) if step.output.draft_room else None,
         )
+        for part in step.output.encodes:
+            self._encode(part)
+
+    def _with_pictures(self, row: ScheduledRow) -> ScheduledRow:
+        """The row with the pool's rows in place of the tokens that stand for pictures."""
+        if row.pictures is None:
+            return row
+        pairs = zip(row.token_ids, row.pictures.rows.tolist(), strict=True)
+        return msgspec.structs.replace(row, token_ids=[token if at < 0 else self.pool[at] for token, at in pairs])
+
+    def _encode(self, part: EncodePart) -> None:
+        """Run pieces on pictures. Parts of other pictures never come between."""
+        limits = self.config.pictures
+        assert limits is not None
+        pieces = limits.pieces[limits.size_of(sum(picture.num_patches for picture in part.pictures))]
+        assert part.first < part.last and (part.first == 0 or self._encoding == (part.pictures, part.first))
+        self._encoding = part.pictures, part.last
+        if part.last == len(pieces):
+            rows = itertools.chain.from_iterable(map(rows_of, part.pictures))
+            self.pool |= {at: row for at, row in zip(part.rows, rows, strict=True) if at < limits.num_rows}
 
     def _drafts(self, output: SchedulerOutput) -> np.ndarray:
         """What the draft model guesses after each row. It ends where the row's pages do.
@@ -447,7 +494,8 @@ class FakeRunner:
         if not row.samples:
             return []
         if row.token_ids and nan_from is None:
-            assert self._context(slot).tolist() == slot.init.token_ids
+            context = self._context(slot).tolist()
+            assert [PLACEHOLDER if token >= VOCAB else token for token in context] == slot.init.token_ids
         new = [self._sample(slot, None if masks is None else masks[0])]
         right = True
         for i, draft in enumerate(row.drafts, start=1):
@@ -462,7 +510,7 @@ class FakeRunner:
         """Pages are written, and the slot stays before its last token. Only of a prompt's chunk is the status known."""
         slot = self.slots[row.slot]
         position = row.start + row.num_tokens - 1 if row.token_ids else slot.position
-        before = row.token_ids[-1] if row.token_ids else slot.last_token
+        before = slot.init.token_ids[position] if row.token_ids else slot.last_token
         self._run_row(msgspec.structs.replace(row, samples=False), None)
         status = self._status(row, None) if row.token_ids else RowStatus.FINE
         slot.position, slot.last_token = position, before
@@ -493,7 +541,8 @@ class FakeRunner:
         return context
 
     def _sample(self, slot: FakeSlot, mask: np.ndarray | None) -> int:
-        seed = slot.init.seed if slot.init.params.temperature else 0
+        adapter = self.adapters[slot.init.adapter] if slot.init.adapter >= 0 else ""
+        seed = (slot.init.seed if slot.init.params.temperature else 0) + int(adapter or 0)
         return masked_next_token(self._context(slot), seed, mask)
 
     def _logprobs(self, tokens: np.ndarray) -> Arrays:
@@ -542,12 +591,18 @@ def with_window(changes: dict[str, object]) -> dict[str, object]:
     return changes | {"groups": (GroupSizes(Reach("window", int(str(window))), *sizes),)}
 
 
+PICTURES = PictureInfo(
+    kind="fake", patch_size=1, merge_size=2, width=1, token_id=PLACEHOLDER, max_tokens=6, mean=(), std=()
+)
+
+
 def make_core(config: SchedulerConfig, **options: object) -> EngineCore:
     core_options = {
         key: options.pop(key)
         for key in ("eos_token_ids", "make_matcher", "mask_threads", "clock", "generates", "drafter", "on_close")
         if key in options
     }
+    core_options["pictures"] = None if config.pictures is None else PICTURES
     core = CoreOptions(vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]
     return EngineCore(FakeRunner(config, **options), config, core)  # type: ignore[arg-type]
 

@@ -5,8 +5,9 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,15 +16,18 @@ from hypothesis import strategies as st
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.speculation.device import DeviceDrafts
-from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
-from jaxserve.types.scheduling import GroupSizes, Reach, SchedulerConfig, StateSizes, StepTimes
+from jaxserve.types.picture import Picture
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams, namespace_of
+from jaxserve.types.scheduling import GroupSizes, Reach, SchedulerConfig, StateSizes, StepTimes, TowerLimits
 from jaxserve.types.step import FinishReason, SchedulerOutput
 from tests.fake_grammar import CountingMatcher, HandExecutor
 from tests.fakes import (
+    PLACEHOLDER,
     VOCAB,
     FakeRunner,
     FakeStep,
     OracleDrafter,
+    Transcript,
     Transcripts,
     alone,
     drain,
@@ -31,6 +35,8 @@ from tests.fakes import (
     make_request,
     masked_next_token,
     run_all,
+    seed_of,
+    seen_prompt,
     small_config,
 )
 
@@ -53,6 +59,8 @@ class World:
     states: bool = False  # with layers that have a recurrent state
     turns: bool = False  # requests go on with answers, and rows have drafts with states too
     draft_model: bool = False  # the device proposes drafts
+    pictures: bool = False  # of five, so that they come again, and each fills the pool or a part of it
+    adapters: bool = False  # of five, with a slot or a few
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -81,11 +89,12 @@ class World:
         self.num_masked = rng.choice([0.15, 0.6])
         self.drafter = OracleDrafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0]))  # the host's, or what the device guesses
         self.malicious = rng.random() < 0.3
-        self.core = self.engine(self.with_states(sizes) if self.states else self.with_groups(sizes))
+        self.config = self.with_towers(self.with_states(sizes) if self.states else self.with_groups(sizes))
+        self.core = self.engine(self.config)
 
     def engine(self, config: SchedulerConfig, **options: object) -> EngineCore:
         """An engine of this world."""
-        return make_core(
+        core = make_core(
             config,
             eos_token_ids=EOS,
             not_finite=self.broken,
@@ -94,6 +103,25 @@ class World:
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
             **({"mask_threads": self.threads, "nan_from": self.nan_from} | options),
         )
+        if self.adapters:
+            core.adapters = Mock(label=lambda digest: digest)
+        return core
+
+    def with_towers(self, config: SchedulerConfig) -> SchedulerConfig:
+        """With rows for pictures, and slots for adapters."""
+        rng, pieces = self.rng, ("attend", "mlp", "end")
+        if self.pictures:
+            seconds = {(piece, size): size / 80 for piece in pieces for size in (8, 24)}
+            limits = TowerLimits(
+                num_rows=rng.choice([6, 9, 40]),
+                merge=2,
+                pieces={8: pieces, 24: pieces},
+                packs=rng.random() < 0.7,
+                seconds=rng.choice([{}, seconds]),
+                step_seconds=rng.choice([0.0, 0.25, 2.0]),
+            )
+            config = replace(config, pictures=limits)
+        return replace(config, num_adapter_slots=rng.choice([1, 2, 3])) if self.adapters else config
 
     def with_groups(self, config: SchedulerConfig) -> SchedulerConfig:
         """Two thirds of them with layers that see a window or a chunk, of up to three sizes, and as few pages for these
@@ -137,6 +165,8 @@ class World:
             last = rng.choice(list(self.transcripts))
             before = [*self.requests[last].prompt_token_ids, *self.transcripts[last].token_ids]
             prompt = [*before, *prompt[-3:]][: self.room - 1]
+        pictures = self.shown(prompt) if self.pictures else ()
+        adapter = str(rng.randrange(6) or "") if self.adapters else ""
         for _ in range(rng.choice([1, 1, 1, 4])):
             name = f"r{next(self.names)}"
             stop = tuple(rng.choices(range(VOCAB), k=2)) if rng.random() < 0.3 else ()
@@ -155,11 +185,43 @@ class World:
                 if rng.random() < self.num_masked
                 else None,
                 priority=rng.choice([0, 1, 2, BACKGROUND_PRIORITY, BACKGROUND_PRIORITY + 1]),
-                namespace=rng.choice(["", "", "salt"]),
+                namespace=namespace_of(adapter, rng.choice(["", "", "salt"])),
+                adapter=adapter,
+                pictures=pictures,
             )
             self.drafter.outputs[name], _ = self.expected(request)
             self.core.add(request)
             self.requests[name] = request
+
+    def shown(self, prompt: list[int]) -> tuple[Picture, ...]:
+        """Put pictures into a prompt, some of them at its end."""
+        rng, found, grids = self.rng, list[Picture](), [(1, 1), (1, 2), (2, 2), (1, 6), (2, 3)]
+        text = [0 if token == PLACEHOLDER else token for token in prompt]
+        prompt.clear()
+        for cut in sorted(rng.choices(range(len(text) + 1), k=rng.choice([0, 1, 1, 2, 4]))):
+            prompt += text[len(prompt) - sum(picture.num_tokens for picture in found) : cut]
+            height, width = grids[kind := rng.randrange(5)]
+            if len(prompt) + height * width < self.room:
+                patches = bytes([kind]) * 4 * height * width
+                grid = 1, 2 * height, 2 * width
+                found.append(Picture(bytes([kind]) * 32, patches, grid, len(prompt), height * width))
+                prompt += [PLACEHOLDER] * height * width
+        prompt += text[len(prompt) - sum(picture.num_tokens for picture in found) :]
+        del prompt[max(self.room - 1, found[-1].end if found else 0) :]
+        return tuple(found)
+
+    def die(self) -> None:
+        """Another engine goes on with the requests, in any order."""
+        if self.threads is not None:
+            self.threads.tasks.clear()
+        self.core = self.engine(self.config)
+        ends = {name for name, transcript in self.transcripts.items() if transcript.last is not None}
+        live = [request for name, request in self.requests.items() if name not in ends]
+        for request in self.rng.sample(live, len(live)):
+            done = self.transcripts.get(request.request_id, Transcript())
+            self.drafter.outputs[request.request_id], _ = self.expected(request)
+            known = {"resumed_token_ids": list(done.token_ids), "is_answered": bool(done.outputs)}
+            self.core.add(msgspec.structs.replace(request, **known))
 
     def disturb(self, abort_rate: float) -> None:
         core, rng = self.core, self.rng
@@ -169,6 +231,11 @@ class World:
             core.flush_prefix_cache()
         if rng.random() < 0.02 and not core.is_isolating:  # a second failure might end a request
             core.recover()
+        if self.pictures or self.adapters:
+            if rng.random() < 0.03:
+                core.scheduler.preempt_all(prompts_only=rng.random() < 0.5)
+            if rng.random() < 0.02 and not core.is_isolating:
+                self.die()
 
     def make_masks(self, threads: HandExecutor) -> None:
         """Threads make some of the masks that wait for them, and the grammars become slow or quick."""
@@ -200,7 +267,7 @@ class World:
     def expected(self, request: EngineRequest) -> tuple[list[int], FinishReason]:
         room = self.room - len(request.prompt_token_ids)
         if request.params.grammar is None:
-            return alone(request.prompt_token_ids, request.params, EOS, room)
+            return alone(seen_prompt(request), request.params, EOS, room, request.adapter)
         return constrained(request, room)
 
     def check(self, request: EngineRequest) -> None:
@@ -235,14 +302,14 @@ class World:
 
 def constrained(request: EngineRequest, room: int) -> tuple[list[int], FinishReason]:
     """`alone`, under the grammar of CountingMatcher(3, n)."""
-    params, context, output = request.params, list(request.prompt_token_ids), list[int]()
+    params, context, output = request.params, seen_prompt(request), list[int]()
     assert params.grammar is not None
     matcher = CountingMatcher(3, int(params.grammar.source))
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
     while len(output) < limit:
         mask = np.full(-(-VOCAB // 32), -1, np.int32)
         matcher.fill(mask)
-        token = masked_next_token(context, (params.seed or 0) if params.temperature else 0, mask)
+        token = masked_next_token(context, seed_of(params, request.adapter), mask)
         assert matcher.accept(token)
         context.append(token)
         output.append(token)
@@ -306,6 +373,17 @@ def test_no_state_has_folded_anothers_token(seed: int, abort_rate: float) -> Non
         world.check(request)
     states = world.core.scheduler.kv.states
     assert states is not None and states.num_available == states.num_pages
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**48), st.sampled_from([0.0, 0.0, 0.05, 0.3]))
+def test_every_request_reads_its_own_pictures_with_its_own_adapter(seed: int, abort_rate: float) -> None:
+    """Also in another engine that goes on with it."""
+    world = World(random.Random(seed), states=seed % 4 == 0, pictures=seed % 3 < 2, adapters=seed % 3 > 0)
+    world.run(arrivals=15, abort_rate=abort_rate)
+    for request in world.requests.values():
+        world.check(request)
+    assert world.core.scheduler.stats().num_pages_held == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 17, 40, None])
