@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "a step is not written down before it is dispatched",
         "jaxserve/transport/shared_state.py",
-        "        self._record.dispatching([row.request_id for row in output.rows])\n",
-        "",
+        "            self._record.dispatching(ids)\n",
+        "            pass\n",
         "tests/transport/test_work_record.py::test_a_step_is_written_down_before_it_is_dispatched",
     ),
     Mutant(
