@@ -151,7 +151,7 @@ class CommonFields(Body):
     frequency_penalty: ranges.AdditivePenalty | None = Field(None, description="Default 0.")
     presence_penalty: ranges.AdditivePenalty | None = Field(None, description="Default 0.")
     repetition_penalty: ranges.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
-    seed: ranges.Seed | None = Field(None, description="The same seed gives the same tokens.")
+    seed: ranges.Seed | None = Field(None, description="The same seed gives the same tokens. -1: one is drawn.")
     logit_bias: ranges.LogitBias | None = Field(None, description="Token id -> added to its logit.")
     min_tokens: ranges.TokenCountOrZero | None = Field(
         None, description="The output does not end before this many tokens. Default 0."

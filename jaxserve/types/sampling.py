@@ -116,7 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[Int32, Real] = {}
     allowed_token_ids: tuple[Int32, ...] | None = None
     bad_words_token_ids: tuple[tuple[Int32, ...], ...] = ()
-    seed: int | None = None  # None: the engine draws one
+    seed: int | None = None  # None: the engine draws one. -1 becomes None, as in vLLM and llama.cpp
     max_tokens: Count | None = 16  # None: the rest of the context
     min_tokens: Count = 0
     ignore_eos: bool = False
@@ -142,7 +142,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
-        """Take one stop string for a tuple of it, and a list for a tuple."""
+        """Take one stop string for a tuple of it, a list for a tuple, and a seed of -1 for none."""
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
         for name in _TUPLES:
             value = getattr(self, name)
             if isinstance(value, str):

@@ -24,7 +24,7 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
     ("presence_penalty", 0.5, "presence_penalty", 0.5),
     ("repetition_penalty", 1.1, "repetition_penalty", 1.1),
     ("seed", 5, "seed", 5),
-    ("seed", -1, "seed", 2**63 - 1),
+    ("seed", -2, "seed", 2**63 - 2),
     ("logit_bias", {"5": -100, "6": 0.5}, "logit_bias", {5: -100.0, 6: 0.5}),
     ("allowed_token_ids", [5, 6], "allowed_token_ids", (5, 6)),
     ("min_tokens", 3, "min_tokens", 3),
@@ -49,6 +49,22 @@ def test_a_field_reaches_the_engine(
     body = (CHAT if "chat" in path else TEXT) | {field: value, "max_tokens": 4}
     assert server.post(path, body).status_code == 200
     assert getattr(server.link.seen[-1].params, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"seed": -1}),
+        ("/v1/responses", {"model": "demo", "input": "hi", "seed": -1}),
+        ("/api/chat", CHAT | {"options": {"seed": -1}, "stream": False}),
+        ("/generate", {"text": "hi", "sampling_params": {"sampling_seed": -1}}),
+    ],
+)
+def test_a_seed_of_minus_one_is_drawn_as_on_other_servers(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    for _ in range(2):
+        assert server.post(path, body).status_code == 200
+    first, second = (request.params.seed for request in server.link.seen[-2:])
+    assert first != second
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -59,6 +59,7 @@ def test_every_answer_is_of_another_name() -> None:
     [
         ({"max_new_tokens": 5, "min_new_tokens": 2}, {"max_tokens": 5, "min_tokens": 2}),
         ({"top_k": -1, "sampling_seed": 3}, {"top_k": 0, "seed": 3}),
+        ({"seed": -1}, {"seed": None}),
         ({"stop": "a", "no_stop_trim": True}, {"stop": ("a",), "include_stop_str_in_output": True}),
         ({"regex": "a+"}, {"grammar": GrammarSpec(kind="regex", source="a+")}),
         ({"ebnf": 'root ::= "a"'}, {"grammar": GrammarSpec(kind="ebnf", source='root ::= "a"')}),

@@ -683,7 +683,8 @@ def logit_changes(params: SamplingParams, info: EngineInfo) -> dict[str, Any]:
 
 
 def _seed(seed: int | None) -> int | None:
-    return None if seed is None else seed & (2**63 - 1)
+    """Return a seed of 63 bits. None and -1 mean that one is drawn."""
+    return seed if seed in (None, -1) else seed & (2**63 - 1)
 
 
 def _min_tokens(asked: int | None, max_tokens: int | None, param: str) -> int:
