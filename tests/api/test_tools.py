@@ -232,6 +232,11 @@ def test_functions_the_older_form(server: LiveServer, client: Any) -> None:
         ({"tools": [NOTE], "tool_choice": {"type": "function", "function": {"name": "note"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [WEATHER], "function_call": {"name": "weather"}}, "function_call"),
+        ({"tools": [WEATHER], "function_call": "none"}, "function_call"),
+        ({"function_call": {"name": "weather"}}, "function_call"),
+        ({"functions": [WEATHER["function"]], "tool_choice": "required"}, "tool_choice"),
+        ({"functions": [WEATHER["function"]], "tool_choice": "none"}, "tool_choice"),
     ],
 )
 def test_bad_tools(server: LiveServer, keys: dict[str, Any], param: str) -> None:

@@ -75,6 +75,7 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
     legacy = bool(body.functions)
     if legacy and body.tools:
         raise InvalidValueError("Give tools or functions, not both.", param="functions")
+    _check_choice(body)
     tools = _legacy_tools(body) if legacy else body.tools or []
     choice = _legacy_choice(body) if legacy else body.tool_choice
     _check_tools(tools)
@@ -88,6 +89,14 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
     if mode == "none":
         return ToolUse(shown=shown)
     return ToolUse(tuple(map(_grammar_tool, allowed)), mode, parallel, shown)
+
+
+def _check_choice(body: ChatCompletionRequest) -> None:
+    """Raise InvalidValueError for the choice of the other form, which would limit nothing."""
+    harmless = (None, "auto") if body.tools or body.functions else (None, "auto", "none")
+    param, form = ("tool_choice", "tools") if body.functions else ("function_call", "functions")
+    if getattr(body, param) not in harmless:
+        raise InvalidValueError(f"{param} goes with {form}.", param=param)
 
 
 def offered_tools(tools: list[Tool]) -> ToolUse:
