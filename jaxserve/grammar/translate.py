@@ -397,10 +397,18 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+# The formats of JSON Schema. By its rules any other is a note that forbids nothing, as pydantic's path and password.
+# llguidance refuses those of JSON Schema that it cannot enforce.
+_FORMATS = frozenset(
+    "date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
+    "uuid uri-template json-pointer relative-json-pointer regex".split()
+)
+
 # keyword -> whether a value of it forbids nothing
 _IDLE: dict[str, Callable[[Any], bool]] = {
     "propertyNames": _takes_any_name,
     "uniqueItems": lambda value: value is False,
+    "format": lambda value: isinstance(value, str) and value not in _FORMATS,
     "not": lambda value: value is False,
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), lambda value: value == {}),
     **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems", "then", "else"), _takes_any),
