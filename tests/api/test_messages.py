@@ -103,6 +103,14 @@ def test_stop_reasons(server: LiveServer, claude: Any) -> None:
     assert both(claude, max_tokens=2).stop_reason == "max_tokens"
 
 
+def test_no_tokens_fill_the_prefix_cache_only(server: LiveServer, claude: Any) -> None:
+    for said in ("one two", "", CALL):  # the engine samples a token, also the end, which is dropped
+        reply_with(server, said)
+        message = both(claude, max_tokens=0, tools=[WEATHER])
+        assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+        assert server.link.seen[-1].params.max_tokens == 1
+
+
 def test_the_context_ends_the_text(server: LiveServer, claude: Any) -> None:
     reply_with(server, "word " * 20_000)
     with claude.messages.stream(model="demo", messages=USER, max_tokens=32_000) as stream:
@@ -206,7 +214,8 @@ def error_of(response: httpx2.Response) -> tuple[int, str, str]:
     ("change", "words"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "weather"}}]}, "tools.0.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0.type"),

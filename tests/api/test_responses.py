@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from jaxserve.config import Config
 from jaxserve.types.sampling import GrammarSpec
 
@@ -236,6 +238,15 @@ def test_what_ends_an_answer(server: LiveServer, client: Any) -> None:
     assert (cut.status, cut.output[0].type, cut.output[0].status) == ("incomplete", "function_call", "incomplete")
     reply_with(server, "")
     assert [part.text for part in both(client).output[0].content] == [""]
+
+
+@pytest.mark.parametrize("wish", [{"prompt_cache_options": {"prewarm": True, "ttl": "30m"}}, {"generate": False}])
+def test_a_response_without_output_fills_the_prefix_cache(server: LiveServer, client: Any, wish: Json) -> None:
+    for said in ("one two", ""):  # the engine samples a token, also the end, which is dropped
+        reply_with(server, said)
+        response = both(client, max_output_tokens=50, extra_body=wish)
+        assert (response.status, response.output, response.usage.output_tokens) == ("completed", [], 0)
+        assert server.link.seen[-1].params.max_tokens == 1
 
 
 def test_the_choice_of_tools(server: LiveServer, client: Any) -> None:

@@ -187,7 +187,11 @@ class MessagesAnswer:
         return self._message(joined.content()) | self._ending(last) | {"usage": self._usage()}
 
     def _read(self, output: RequestOutput) -> Iterator[Json]:
-        yield from self._blocks.write(self._parser.read(output))
+        events = self._parser.read(output)
+        if self._options.max_tokens == 0:
+            self._plan.generation.usage.drop_output()
+            return
+        yield from self._blocks.write(events)
         if self._parser.ended:
             yield from self._blocks.finish()
 
@@ -227,6 +231,8 @@ class MessagesAnswer:
     def _ending(self, last: RequestOutput | None) -> Json:
         reason = last.finish_reason if last is not None else None
         matched = last.matched_stop if last is not None else None
+        if self._options.max_tokens == 0:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
         if reason is FinishReason.LENGTH:
             limited = self._plan.prompt.params.max_tokens or 0
             word = "max_tokens" if self._options.max_tokens <= limited else "model_context_window_exceeded"

@@ -168,7 +168,9 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     known = EVERYWHERE | MESSAGES
 
-    max_tokens: ranges.TokenCount = Field(description="Limited to the rest of the context.")
+    max_tokens: ranges.TokenCountOrZero = Field(
+        description="Limited to the rest of the context. 0: only put the prompt into the prefix cache."
+    )
     stop_sequences: ranges.Stops | None = None
     stream: bool | None = None
     temperature: ranges.Temperature | None = None

@@ -326,7 +326,8 @@ MESSAGES_ROUTE = "/v1/messages"
 class MessageOptions:
     """The options of the answer.
 
-    max_tokens: the limit of the request, so that its end can be told from the end of the context
+    max_tokens: the limit of the request, so that its end can be told from the end of the context. 0: the answer has no
+      content. The engine always samples one token, which is dropped
     hides_thinking: whether thinking blocks have no text
     """
 

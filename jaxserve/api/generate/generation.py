@@ -72,6 +72,10 @@ class Usage:
     accepted_tokens: int = 0  # drafts that became completion tokens
     rejected_tokens: int = 0  # drafts that did not
 
+    def drop_output(self) -> None:
+        """Leave out the one token that the engine samples for a request without output."""
+        self.completion_tokens = self.reasoning_tokens = 0
+
     def as_dict(self, uncounted: int = 0) -> dict[str, Any]:
         """Build OpenAI's usage object. uncounted: completion tokens to leave out."""
         completion_tokens = self.completion_tokens - uncounted

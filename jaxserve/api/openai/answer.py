@@ -533,7 +533,7 @@ class CompletionAnswer:
     def _cut_usage(self) -> None:
         """Leave the one token that the engine always samples out of the usage if max_tokens is 0."""
         if self._options.scoring:
-            self._generation.usage.completion_tokens = 0
+            self._generation.usage.drop_output()
 
     def _best(self, choices: list[dict[str, Any]], scores: dict[int, list[float]]) -> list[dict[str, Any]]:
         """Return the n of best_of choices of each prompt with the highest mean log-probability, renumbered.

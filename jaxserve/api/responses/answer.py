@@ -280,6 +280,9 @@ class ResponsesAnswer:
         if output.num_cached_tokens > self._cached:
             self._cached = output.num_cached_tokens
         events = self._parser.read(output)
+        if self._options.only_warms:
+            self._plan.generation.usage.drop_output()
+            return ()
         logprobs = self._logprobs(events, output) if self._options.logprobs is not None else []
         if not self._parser.ended:
             return self._writer.write(events, logprobs)
@@ -293,7 +296,8 @@ class ResponsesAnswer:
         return chat_logprobs(entries, self._options.logprobs or 0, texts, as_ids=False)["content"] if entries else []
 
     async def _completed(self, last: RequestOutput | None) -> Json:
-        is_whole = last is None or last.finish_reason in (None, FinishReason.STOP)
+        ends = (None, FinishReason.STOP, *((FinishReason.LENGTH,) if self._options.only_warms else ()))
+        is_whole = last is None or last.finish_reason in ends
         status = "completed" if is_whole else "incomplete"
         reason = None if is_whole else {"reason": "max_output_tokens"}
         response = self._response(status) | {"incomplete_details": reason, "usage": self._usage()}

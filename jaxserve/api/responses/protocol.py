@@ -143,6 +143,15 @@ class ConversationName(NestedObject):
     id: str
 
 
+class ResponseCacheOptions(NestedObject):
+    """Prefixes are cached by content, so only prewarm has an effect."""
+
+    prewarm: bool | None = Field(None, description="true: only put the prompt into the prefix cache; no output.")
+    mode: Any = Field(None, description="Ignored.")
+    ttl: Any = Field(None, description="Ignored.")
+    comparison_response_id: Any = Field(None, description="Ignored.")
+
+
 class ResponseStreamOptions(NestedObject):
     include_obfuscation: bool | None = Field(None, description="Ignored: no padding is sent.")
 
@@ -196,7 +205,8 @@ class ResponsesRequest(CommonFields):
         None, description="Ignored: shared prefixes are found by content."
     )
     prompt_cache_retention: str | None = Field(None, description="Ignored.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
+    prompt_cache_options: ResponseCacheOptions | None = None
+    generate: bool | None = Field(None, description="false: the same as prompt_cache_options.prewarm.")
     service_tier: str | None = Field(None, description="Ignored; the answer says default.")
     prompt: dict[str, Any] | None = Field(None, description="Refused: there are no stored templates.")
     client_metadata: dict[str, Any] | None = Field(None, description="Ignored.")
@@ -210,6 +220,11 @@ class ResponsesRequest(CommonFields):
     structured_outputs: StructuredOutputs | None = Field(None, description="text.format in vLLM's form.")
     chat_template_kwargs: dict[str, Any] | None = None
     request_id: ranges.Identifier | None = Field(None, description="For aborts and logs. Default: the response's id.")
+
+    @property
+    def only_warms(self) -> bool:
+        """Whether the prompt is put into the prefix cache, and no output is made."""
+        return self.generate is False or bool(self.prompt_cache_options and self.prompt_cache_options.prewarm)
 
 
 class ResponseAnswer(Answer):

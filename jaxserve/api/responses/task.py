@@ -524,12 +524,14 @@ class ResponseOptions:
     form: the keys of the response object that are known before the answer, among them its id
     logprobs: number of most likely tokens to show; None: no log-probabilities
     encrypts: whether reasoning is sent in encrypted form too
+    only_warms: whether the answer has no output. The engine always samples one token, which is dropped
     """
 
     form: Json
     tools: ResponseTools
     logprobs: int | None = None
     encrypts: bool = False
+    only_warms: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -570,7 +572,8 @@ async def responses_task(
     include = body.include or ()
     logprobs = (body.top_logprobs or 0) if SHOWS_LOGPROBS in include else None
     fields = SamplingFields.model_construct(**{name: getattr(body, name) for name in _SAMPLING})
-    sampling = sampling_params(fields, state, max_tokens=body.max_output_tokens, logprobs=logprobs)
+    max_tokens = 0 if body.only_warms else body.max_output_tokens
+    sampling = sampling_params(fields, state, max_tokens=max_tokens, logprobs=logprobs)
     prompt = ChatPrompt(
         messages=_messages(found, 0, body, tools, earlier),
         sampling=sampling,
@@ -582,6 +585,7 @@ async def responses_task(
         tools=tools,
         logprobs=logprobs,
         encrypts=SHOWS_ENCRYPTED in include,
+        only_warms=body.only_warms,
     )
     request = RequestOptions(
         request_id=body.request_id or name.id,
