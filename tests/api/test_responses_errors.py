@@ -46,6 +46,8 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"include": ["everything"]}, "include.0"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
         ({"temperature": 3}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"truncation": "middle"}, "truncation"),

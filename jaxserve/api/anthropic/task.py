@@ -448,6 +448,9 @@ def _tool_use(body: CountTokensRequest, offered: OfferedTools, state: ServerStat
     hosted = [tool for tool in body.tools or () if not tool.is_own]
     state.unknown_fields.note(MESSAGES_ROUTE, [str(tool.type) for tool in hosted])
     for number, tool in enumerate(body.tools or ()):
+        if tool.type == "function":
+            message = f"tools.{number}.type: {tool.type!r} is OpenAI's; send input_schema."
+            raise InvalidValueError(message, param=f"tools.{number}.type")
         if tool.name is None and tool.is_own:
             param = f"tools.{number}.name"
             raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")

@@ -30,6 +30,7 @@ from jaxserve.errors import (
     QueueFullError,
     RequestError,
     ServerError,
+    UnsupportedParameterError,
 )
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,8 @@ def _responses_status(error: HTTPError) -> int:
 def _responses_body(error: HTTPError, request_id: str) -> dict[str, Any]:
     """Return OpenAI's body, with the fields of chat renamed to the fields of Responses."""
     inner = _openai_body(error, request_id)["error"]
+    if isinstance(error, UnsupportedParameterError):  # it names a field of the body
+        return {"error": inner}
     return {"error": inner | {"param": _RESPONSES_PARAMS.get(inner["param"], inner["param"])}}
 
 
