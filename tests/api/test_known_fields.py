@@ -150,6 +150,8 @@ def test_neutral_values_of_an_object_are_taken(server: LiveServer, caplog: pytes
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+OPEN = {"type": "object", "properties": {"a": {"const": 1}}}
+STRICT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": OPEN}}
 SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"grammar": 'root ::= "yes" | "no"'}, {"ebnf": 'root ::= "yes" | "no"'}),
     ({"grammar": {"type": "regex", "value": "[ab]+"}}, {"regex": "[ab]+"}),
@@ -158,6 +160,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"grammar": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
     ({"format": "json"}, {"response_format": {"type": "json_object"}}),
     ({"format": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"format": OPEN}, {"response_format": STRICT}),
     ({"format": ""}, {}),
 ]
 

@@ -129,6 +129,7 @@ def test_constraints(server: LiveServer) -> None:
         both(server, format=wanted)
         grammar = server.link.seen[-1].params.grammar
         assert grammar is not None and grammar.kind == kind
+    assert json.loads(grammar.source)["additionalProperties"] is False  # as llama.cpp does
     both(server, format="")
     assert server.link.seen[-1].params.grammar is None
 

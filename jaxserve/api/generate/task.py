@@ -298,7 +298,9 @@ def _guided(body: SamplingFields) -> Iterator[Constraint]:
     if body.format:
         is_any = isinstance(body.format, str)
         yield (
-            GrammarSpec(kind="json_object", source="") if is_any else schema_spec(_schema(body.format, "format")),
+            GrammarSpec(kind="json_object", source="")
+            if is_any
+            else schema_spec(_schema(body.format, "format"), strict=True),
             "format",
         )
 

@@ -136,7 +136,7 @@ def _constraint(body: OllamaChatRequest | OllamaGenerateRequest) -> Constraint |
         return GrammarSpec(kind="json_object", source=""), "format"
     assert not isinstance(body.format, str)
     try:
-        return schema_spec(body.format), "format"
+        return schema_spec(body.format, strict=True), "format"  # llama.cpp closes what names its properties
     except InvalidSchemaError as error:
         raise InvalidSchemaError(error.message, param="format") from None
 
