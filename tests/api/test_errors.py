@@ -1,5 +1,6 @@
 """Every error in OpenAI's shape, with the right status and the field's name, on every route."""
 
+import codecs
 import json
 import re
 import time
@@ -156,6 +157,33 @@ def test_the_longest_prompt_is_the_one_that_the_error_names(
 def test_a_body_that_is_no_json_object(server: LiveServer, route: str, raw: bytes) -> None:
     response = server.http.post(route, content=raw, headers={"content-type": "application/json"})
     check(response, 400, None)
+
+
+def test_a_mistake_in_the_json_names_the_field(server: LiveServer) -> None:
+    """JavaScript that cuts a text between the two halves of an emoji sends one half."""
+    raw = b'{"model": "demo", "messages": [{"role": "user", "content": "cut \\ud83d"}]}'
+    response = server.http.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
+    check(response, 400, "content", "invalid_json")
+    assert "half of a character" in response.json()["error"]["message"]
+
+
+def test_a_byte_order_mark_is_no_mistake(server: LiveServer) -> None:
+    raw = codecs.BOM_UTF8 + json.dumps(CHAT).encode()
+    for path in ("/v1/chat/completions", "/api/chat"):
+        response = server.http.post(path, content=raw, headers={"content-type": "application/json"})
+        assert response.status_code == 200, response.text
+
+
+def test_a_whole_number_may_be_written_as_a_float(server: LiveServer) -> None:
+    assert server.post("/v1/chat/completions", CHAT | {"max_tokens": 4.0, "stop_token_ids": [5, 6.0]}).is_success
+    params = server.link.seen[-1].params
+    assert (params.max_tokens, params.stop_token_ids) == (4, (5, 6))
+    ollama = {"model": "demo", "messages": CHAT["messages"], "options": {"num_predict": 3.0, "seed": 2.0}}
+    assert server.post("/api/chat", ollama).is_success
+    params = server.link.seen[-1].params
+    assert (params.max_tokens, params.seed) == (3, 2)
+    for wrong in (4.5, "4", True, 1e30):
+        check(server.post("/v1/chat/completions", CHAT | {"max_tokens": wrong}), 400, "max_tokens")
 
 
 def test_a_body_that_does_not_say_it_is_json(server: LiveServer) -> None:

@@ -6,6 +6,7 @@ parsed while it arrives (`UploadForm`): the file's bytes are passed on and never
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 import re
@@ -22,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.api.body_cost import is_large
 from jaxserve.api.fields import Body, NestedObject
-from jaxserve.api.http.errors import OLLAMA_PREFIX, ClientDisconnected, from_validation
+from jaxserve.api.http.errors import OLLAMA_PREFIX, ClientDisconnected, from_validation, path_in
 from jaxserve.api.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
 from jaxserve.text.json_cost import may_be_beyond_a_float
@@ -37,6 +38,7 @@ _NOTHING = (None, False, [], {}, "")  # values that say "not used"
 
 # the JSON parser accepts numbers of up to 4,300 digits and names no field if it fails
 _HUGE_NUMBER = re.compile(rb'"(\w{1,64})"\s*:\s*[\[{]*-?\d{4300}')
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_NAME_DISTANCE = 1024  # characters between an unreadable number and its field name
 _NAME = re.compile(r'"(\w{1,64})"\s*:')
 
@@ -55,6 +57,7 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 async def parse_body(raw: bytes, model: type[B], request: Request) -> B:
     """Check and validate a body, outside the event loop if it is large. Raises a RequestError."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)  # Windows' editors and shells begin files with it
     state = server_state(request)
     path = request.scope["path"]  # request.url is built anew at each access
     limits = state.body_limits()
@@ -74,11 +77,47 @@ def validated(raw: bytes, model: type[B]) -> tuple[B, list[str]]:
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
-        raise _explain(error, raw, model) from None
+        whole = _with_integers(error, raw, model)
+        if whole is None:
+            raise _explain(error, raw, model) from None
+        body = whole
     if may_be_beyond_a_float(raw):
         _check_numbers(raw)
     body.note_size(len(raw))
     return body, list(_unserved(body))
+
+
+def _with_integers(error: ValidationError, raw: bytes, model: type[B]) -> B | None:
+    """Return the body with 5 for each 5.0 where an integer is wanted; None if that is not all that is wrong.
+
+    Lua, R and Gson write all numbers as floats.
+    """
+    if error.error_count() > MAX_ERRORS:
+        return None
+    details = error.errors(include_url=False, include_context=False)
+    wrong = [each for each in details if each["type"] == "int_type" and _is_whole(each["input"])]
+    if not wrong:
+        return None
+    parsed = _parsed(raw)
+    for each in wrong:
+        if not (path := path_in(parsed, each)):
+            return None
+        *outer, key = path
+        node: Any = parsed
+        for part in outer:
+            node = node[part]
+        if isinstance(node, list):  # validation stops at the first wrong item
+            node[:] = [int(item) if _is_whole(item) else item for item in node]
+        elif _is_whole(node[key]):
+            node[key] = int(node[key])
+    try:
+        return model.model_validate_json(json.dumps(parsed))
+    except ValidationError:
+        return None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _check_numbers(raw: bytes) -> None:
@@ -145,9 +184,21 @@ def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> Requ
     if any(detail["type"] == "json_invalid" for detail in error.errors(include_url=False, include_input=False)):
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
         huge = _HUGE_NUMBER.search(raw) if "number out of range" in reason else None
-        param = huge[1].decode() if huge else None
+        is_cut = "EOF" in reason
+        param = huge[1].decode() if huge else None if is_cut else _name_before_mistake(raw)
+        if "hex escape" in reason and _SURROGATE.search(raw):
+            reason += ": a text has half of a character that is written as two \\u escapes"
         return InvalidValueError(f"The body is not valid JSON. {reason}", param=param, code="invalid_json")
     return from_validation(error, _parsed(raw))
+
+
+def _name_before_mistake(raw: bytes) -> str | None:
+    """Return the last field before the mistake in an unreadable body."""
+    try:
+        orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        return invalid_json(error).param
+    return None
 
 
 def _explain_many(raw: bytes, model: type[BaseModel]) -> RequestError:

@@ -233,7 +233,7 @@ def from_validation(error: ValidationError, root: Any) -> RequestError:
     errors, the deepest is used; equally deep errors are joined.
     """
     details = error.errors(include_url=False, include_context=False, include_input=False)
-    found = [(_path(detail, root), detail) for detail in details]
+    found = [(path_in(root, detail), detail) for detail in details]
     deepest = max(len(path) for path, _ in found)
     path, first = next(item for item in found if len(item[0]) == deepest)
     param = ".".join(str(part)[:MAX_NAME] for part in path) or None
@@ -241,7 +241,8 @@ def from_validation(error: ValidationError, root: Any) -> RequestError:
     return InvalidValueError(f"{param or 'body'}: {' or '.join(reasons[:4])}", param=param, code=_code(first["type"]))
 
 
-def _path(detail: ErrorDetails, root: Any) -> list[str | int]:
+def path_in(root: Any, detail: ErrorDetails) -> list[str | int]:
+    """Return the keys that lead from a body to what was found wrong, without the names of union branches."""
     path: list[str | int] = []
     node, last = root, len(detail["loc"]) - 1
     for place, key in enumerate(detail["loc"]):
