@@ -256,14 +256,14 @@ def _error(message: str) -> InvalidSchemaError:
 
 
 MAX_CALLS = 64  # per output
-ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarTool:
     """A tool as the grammar sees it.
 
-    schema: schema of the parameters of a function; None: any object
+    schema: schema of the parameters of a function; None: it has no parameters, as at OpenAI
     strict: as at OpenAI: the schema is enforced in auto mode too, and objects are closed. If it is False, keywords that
         cannot be enforced are left out.
     custom: a custom tool, whose input is any text, or matches `regex` or `lark`
@@ -292,8 +292,9 @@ class GrammarTool:
                 "required": ["input"],
                 "additionalProperties": False,
             }
-        schema = dict(self.schema) if self.schema else ANY_ARGUMENTS
-        schema = {**schema, "type": "object"}
+        if self.schema is None:
+            return NO_ARGUMENTS
+        schema = {**self.schema, "type": "object"}
         if self.strict:
             return closed(schema)
         check_source(json.dumps(schema), "tools")  # takes less time than the code after it

@@ -179,6 +179,15 @@ def test_a_json_answer_or_calls(factory: MatcherFactory, tokenizer: Tokenizer, n
         assert not feed(fresh(), tokenizer, wrong)
 
 
+@pytest.mark.parametrize("name", ["hermes", "mistral_named", "kimi_k2"])
+def test_a_function_that_lists_no_parameters_has_none(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
+    bare, call = grammar(factory, tokenizer, name, [GrammarTool("now")], required=True), AUTO[name].removeprefix("Hi. ")
+    assert feed(bare, tokenizer, call) and bare.is_accepting, bare.error
+    opened = call[: call.rindex("{}") + 1] + '"a"'
+    for tool, takes in ((GrammarTool("now"), False), (GrammarTool("now", {}), True)):
+        assert feed(grammar(factory, tokenizer, name, [tool], required=True), tokenizer, opened) == takes
+
+
 def test_auto_without_strict_tools_is_free() -> None:
     loose = GrammarTool("f", {"type": "object"})
     assert tool_grammar(CallModel("hermes"), [loose], required=False) is None
