@@ -9,6 +9,7 @@ compiles first (grammar/worker.py). The engine compiles the checked text again. 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,7 @@ from jaxserve.api.state import ServerState
 from jaxserve.api.work_pool import TextEncoder
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.grammar.tools import CallModel, no_call_grammar, tool_grammar
+from jaxserve.grammar.translate import schema_spec
 from jaxserve.text.events import OutputParser
 from jaxserve.text.template_worker import TemplateInput
 from jaxserve.text.tokenizer import ESCAPE_MARK, Tokenizer
@@ -347,6 +349,9 @@ def _either(answer: Constraint, use: ToolUse, state: ServerState) -> Constraint:
     return either, param
 
 
+BLAME_SECONDS = 1.0  # of checks that look for the tool at fault; the last may take as long as a check may
+
+
 async def checked(found: Constraint | None, state: ServerState) -> GrammarSpec | None:
     """Return the grammar once the grammar compiler accepts it. Raises InvalidSchemaError that names the field."""
     return None if found is None else await state.grammars.check(*found, state.engine)
@@ -357,18 +362,39 @@ async def chat_grammar(prompt: ChatPrompt, rendered: RenderedChat, state: Server
     is_beam_search = prompt.mode.beam_length_penalty is not None  # takes no grammar
     tools = ToolUse() if is_beam_search and prompt.tools.forbids_calls else prompt.tools
     try:
-        found = with_tools(prompt.constraint, tools, state)
-        spec = await checked(found, state)
-    except InvalidSchemaError:
+        found, spec = await _checked_with(prompt.constraint, tools, state)
+    except InvalidSchemaError as error:
         if (outlined := tools.outlined) == tools:
-            raise
-        found = with_tools(prompt.constraint, outlined, state)
-        spec = await checked(found, state)
+            raise await _naming_the_tool(error, tools, state) from None
+        try:
+            found, spec = await _checked_with(prompt.constraint, outlined, state)
+        except InvalidSchemaError as second:
+            raise await _naming_the_tool(second, tools, state) from None
     if spec is None:
         return None
     if state.parsers.channels is not None and found is not prompt.constraint:
         return spec  # applies from the first token, because the grammar covers all channels, the reasoning's too
     return after_reasoning(spec, prompt, rendered, state, off=await thinking_is_off(prompt, rendered, state))
+
+
+async def _checked_with(
+    answer: Constraint | None, tools: ToolUse, state: ServerState
+) -> tuple[Constraint | None, GrammarSpec | None]:
+    found = with_tools(answer, tools, state)
+    return found, await checked(found, state)
+
+
+async def _naming_the_tool(error: InvalidSchemaError, tools: ToolUse, state: ServerState) -> InvalidSchemaError:
+    """Return the error about the first tool whose schema alone cannot be enforced; `error` if there is none."""
+    end = time.monotonic() + BLAME_SECONDS
+    for tool in tools.tools:
+        if not tool.is_exact or tool.lark is not None or time.monotonic() > end:
+            continue
+        try:
+            await checked((schema_spec(tool.arguments_schema), "tools"), state)
+        except InvalidSchemaError as own:
+            return InvalidSchemaError(f"tool {tool.name!r}: {own.message}", param="tools")
+    return error
 
 
 def after_reasoning(
