@@ -92,6 +92,7 @@ EVERYWHERE = (
             "max_dynamic_patch min_dynamic_patch use_audio_in_video multi_modal_data": _READS_TEXT,
             "negative_prompt": "a second prompt is not computed beside the first",
             "samplers": _SAMPLER,
+            "grammar_lazy": "a grammar applies from the start; use response_format with type structural_tag",
             "grammar_string gbnf": "use ebnf",
             "banned_strings banned_phrases": "use bad_words",
             "banned_tokens custom_token_bans": "use logit_bias",
@@ -119,7 +120,7 @@ EVERYWHERE = (
         "cache_prompt id_slot slot_id n_keep n_discard n_indent t_max_predict_ms timings_per_token return_progress "
         "response_fields keep_alive ttl draft_model n_cache_reuse mirostat_tau mirostat_eta dynatemp_exponent "
         "xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers repeat_last_n penalize_nl "
-        "repetition_penalty_range grammar_lazy grammar_triggers preserved_tokens "
+        "repetition_penalty_range grammar_triggers preserved_tokens "
         # routers and clouds
         "provider transforms route models usage trace log_metrics custom_labels no_logs "
         "litellm_metadata litellm_call_id litellm_params extra_headers extra_query timeout "
@@ -192,13 +193,14 @@ EMBEDDINGS = _refused(
             "write the model's prompt before the text of input"
         ),
         "embed_dtype output_dtype": "embeddings are float32",
+        "embedding_type embedding_types": "embeddings are float32; use encoding_format for base64",
         "endianness": "embeddings are little-endian",
         "late_chunking": "send the chunks as inputs of their own",
         "output_dimension": "use dimensions",
         "truncate": "use truncate_prompt_tokens",
     },
-    ("float32", "float", "little", "native"),
-) | _ignored("encoding embedding_type embedding_types extra_body")
+    ("float32", "float", "little", "native", ["float"]),
+) | _ignored("encoding extra_body")
 
 RESPONSES = _refused(
     dict.fromkeys(
@@ -337,7 +339,8 @@ SCORING = _refused(
         "raw_scores": "use use_activation: false",
         "activation softmax": "use use_activation",
         "truncate": "use truncate_prompt_tokens",
-        "chat_template_kwargs": "use instruction",
+        "chat_template_kwargs instruct": "use instruction",
+        "items item_first label_token_ids apply_softmax": "this is SGLang's form; use queries and documents",
         "top_k": "use top_n",
         "texts": "use documents",
         "messages": "use query and documents, or input",
