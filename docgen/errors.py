@@ -17,12 +17,10 @@ from jaxserve.errors import ContextLengthError, HTTPError
 _HEAD = """\
 # Errors
 
-Made by `python -m docgen.errors` from the code that raises the errors. Tests compare the sections with the code, and
-every error that they cause with this page.
+Made by `python -m docgen.errors`; tests compare it with the code and with every error that they cause.
 
 An error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. Anthropic's and Ollama's routes
-have [forms of their own](routes.md). After a stream has begun, an error is an event of the stream. A word in braces
-stands for a part that varies.
+have [others](routes.md). In a stream an error is an event. A word in braces varies.
 """
 
 
