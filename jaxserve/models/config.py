@@ -202,6 +202,8 @@ class PredictorHead:
     are all alike.
     sparse: its layer has experts if the model has some; else it has an MLP.
     own_norm, own_output: its last norm and its output head are its own; else they are the model's.
+    layers: of several, each with parts of its own, the first makes the first guess, the next one the second.
+    chained: each of them reads the result of the one before; else all read the model's hidden states.
     """
 
     tensors: Rules
@@ -212,6 +214,8 @@ class PredictorHead:
     sparse: bool = True
     own_norm: bool = True
     own_output: bool = False
+    layers: int = 1
+    chained: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,7 +297,7 @@ class ModelConfig:
     weight_block: tuple[int, int] | None = None  # rows and columns of an FP8 weight that share a scale
     vision: VisionConfig | None = None  # a tower whose rows stand for tokens; None: the model takes no pictures
     predictor: PredictorHead | None = None  # the checkpoint's own head that guesses further tokens; None: none is known
-    head: PredictorHead | EagleHead | None = None  # None: this is a model; else it is such a head, of one layer
+    head: PredictorHead | EagleHead | None = None  # None: this is a model; else it is such a head
     bidirectional: bool = False  # an encoder: makes embeddings and generates no text
     type_vocab_size: int = 0  # token types of an encoder
     position_offset: int = 0  # row of an encoder's position table that the first token uses

@@ -1,7 +1,8 @@
 """Heads that guess the tokens after a model's last one from its hidden states: MTP and EAGLE-3.
 
-A head is one layer of the decoder. At position p it takes the model's hidden state of p and the embedding of the token
-at p + 1, and its result stands for the token at p + 2. Then it goes on with its own result in place of the model's:
+A head is one layer of the decoder, or several. At position p it takes the model's hidden state of p and the embedding
+of the token at p + 1, and its result stands for the token at p + 2. Then it goes on with its own result in place of the
+model's:
 
     MTP      x = join [norm_e(embedding), norm_h(hidden)];  y = layer(x);  logits = model's head(norm(y))
     EAGLE-3  h = fc [three hidden states inside the model], and for further guesses its own last y;
@@ -10,15 +11,19 @@ at p + 1, and its result stands for the token at p + 2. Then it goes on with its
 MTP is the form of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.2), MiMo, Qwen3-Next and others, which
 docs/models.md lists. They differ in names, in the order of the joined halves, in whether the hidden states, the model's
 and y, are those before or after the last norm, and in the layer (`PredictorHead`). EAGLE-3 is
-https://arxiv.org/abs/2503.01840. Of several MTP layers the first one makes all guesses. Embeddings, and in most forms
-MTP's output head, are the model's: published heads have copies of them or none.
+https://arxiv.org/abs/2503.01840. Embeddings, and in most forms MTP's output head, are the model's: published heads have
+copies of them or none.
+
+Of several MTP layers the one of number k, from 0, makes guess k: at position p it takes the token at p + 1 + k, and its
+result stands for the token at p + 2 + k. In place of the model's hidden state of p it takes the result of layer k - 1
+at p if the head is chained. After its last layer a head goes on with the result of that one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +34,16 @@ from jaxserve.models.config import EagleHead, ModelConfig, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, Linear, QKVProj, RMSNorm
 from jaxserve.models.rope import rope_table
+from jaxserve.models.tensor_names import Rules
 from jaxserve.models.weights import param
 from jaxserve.ops.linear import Products
 
 
 class DraftHead(nnx.Module):
-    """The interface of a head. taps: `decoder.Taps.layers`; (): it reads the hidden states after the final norm."""
+    """The interface of a layer of a head.
+
+    taps: `decoder.Taps.layers`; (): it reads the hidden states after the final norm
+    """
 
     taps: tuple[int, ...] = ()
 
@@ -87,6 +96,13 @@ class Predictor(DraftHead):
         own = self.lm_head
         logits = model.logits(out, of_model) if own is None else own(out, linear).astype(jnp.float32)
         return jnp.argmax(logits, axis=1).astype(jnp.int32)
+
+
+class Predictors(nnx.Module):
+    """An MTP head of several layers, in the order of their guesses."""
+
+    def __init__(self, layers: Sequence[Predictor]) -> None:
+        self.layers = nnx.List(layers)
 
 
 class EagleLayer(nnx.Module):
@@ -143,17 +159,18 @@ def predictor_config(model: ModelConfig) -> ModelConfig | None:
     if model.predictor is None:
         return None
     form = model.predictor
-    moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(form.sparse,))
+    count = form.layers
+    moe = model.moe and dataclasses.replace(model.moe, sparse_layers=(form.sparse,) * count)
     names = (*form.tensors, *model.tensor_names)
-    parts = "token_norm|hidden_norm|join|layer|norm" + ("|lm_head" if form.own_output else "")
+    parts = "layers" if count > 1 else "token_norm|hidden_norm|join|layer|norm" + "|lm_head" * form.own_output
     by_layer: dict[str, tuple[Any, ...]] = {"layer_chunks": (), "layer_reads": ()}
-    by_layer["mlp_layers"] = (True,) if model.mlp_layers else ()
+    by_layer["mlp_layers"] = (True,) * count if model.mlp_layers else ()
     for name in ("layer_windows", "layer_heads", "layer_limits", "rope_layers"):
         values = getattr(model, name)
-        by_layer[name] = () if form.like is None else values[form.like : form.like + 1]
+        by_layer[name] = () if form.like is None else values[form.like : form.like + 1] * count
     return model.replace(
-        num_layers=1,
-        layer_states=(None,) if model.layer_states else (),
+        num_layers=count,
+        layer_states=(None,) * count if model.layer_states else (),
         moe=moe,
         head=form,
         predictor=None,
@@ -167,12 +184,13 @@ def predictor_config(model: ModelConfig) -> ModelConfig | None:
     )
 
 
-def make_head(config: ModelConfig, model: object, dtype: jnp.dtype) -> DraftHead:
+def make_head(config: ModelConfig, model: object, dtype: jnp.dtype) -> DraftHead | Predictors:
     """Make the head of a configuration that has one. model: the family's class"""
     if isinstance(config.head, EagleHead):
         return Eagle(config, dtype)
     assert isinstance(model, type) and issubclass(model, CausalLM), config.architecture
-    return Predictor(config, model.make_layer(config, 0, dtype), dtype)
+    layers = [Predictor(config, model.make_layer(config, index, dtype), dtype) for index in range(config.num_layers)]
+    return layers[0] if len(layers) == 1 else Predictors(layers)
 
 
 def taps_of(head: ModelConfig) -> tuple[int, ...]:
@@ -186,6 +204,13 @@ def with_taps(head: ModelConfig, model: ModelConfig) -> ModelConfig:
         return head
     layers = model.num_layers
     return head.replace(head=dataclasses.replace(head.head, taps=(2, layers // 2, layers - 3)))
+
+
+def of_layers(count: int, rules: Callable[[int], Rules]) -> Rules:
+    """Return `PredictorHead.tensors` of a head of `count` layers. rules: those of a layer as the only one"""
+    if count == 1:
+        return rules(0)
+    return tuple((there, f"layers.{index}.{here}") for index in range(count) for there, here in rules(index))
 
 
 UNDER_MTP = (  # the names of a head below `mtp.`, of Qwen3-Next and others

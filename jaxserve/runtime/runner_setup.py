@@ -36,7 +36,14 @@ from jaxserve.runtime.adapters import AdapterArrays
 from jaxserve.runtime.compilation.attention_sizes import compute_capability, serving_backend
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import Program, compile_all, compiler_options
-from jaxserve.runtime.draft_model import DraftHeadModel, DraftModel, Guesser, check_draft_model, kept_positions
+from jaxserve.runtime.draft_model import (
+    DraftHeadModel,
+    DraftModel,
+    Guesser,
+    check_draft_model,
+    head_levels,
+    kept_positions,
+)
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import AnyCache, LayerCache
 from jaxserve.runtime.memory import MemoryPlan
@@ -288,7 +295,7 @@ class RunnerSetup:
         """Return the hidden states that each slot keeps for a head; None: there is no head."""
         if self.draft is None or self.draft.config.head is None:
             return None
-        shape = kept_positions(self.config.max_drafts), self.draft.config.hidden_size
+        shape = kept_positions(self.draft.config, self.config.max_drafts), self.draft.config.hidden_size
         return jax.ShapeDtypeStruct(shape, self.loaded.structure.activation_dtype)
 
     def _table_width(self, max_model_len: int) -> int:
@@ -348,6 +355,7 @@ def _make_guesses(
         taps=taps_of(draft.config),
         bind=functools.partial(_bind_some, draft.structure.bind_head, own),
         of_model=of_model,
+        levels=head_levels(draft.config),
     )
 
 

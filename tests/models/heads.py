@@ -18,7 +18,7 @@ class Form(NamedTuple):
 
     others: names in the layer that the model's layers have -> the head's.
     feeds_normed: the next guess starts from the result after the head's last norm. before_norm: the first one starts
-    from the hidden states before the model's.
+    from the hidden states before the model's. layers: each has all of `parts`, which are those of the first.
     """
 
     hf: dict[str, Any]
@@ -30,6 +30,14 @@ class Form(NamedTuple):
     others: tuple[tuple[str, str], ...] = ()
     feeds_normed: bool = True
     before_norm: bool = False
+    layers: int = 1
+
+    def of_layer(self, index: int) -> Form:
+        """The form of one of its layers, as if it were the only one."""
+        first = self.parts["layer"]
+        start, number = first.removesuffix(".").rsplit(".", 1)
+        own = f"{start}.{int(number) + index}."
+        return self._replace(parts={name: there.replace(first, own) for name, there in self.parts.items()}, layers=1)
 
     def published(self, name: str) -> str:
         """The head's name of a tensor of `model.layers.0.` of its layer alone."""
@@ -100,7 +108,7 @@ FORMS: dict[str, Form] = {
         token_first=False,
     ),
     "mimo_v2": Form(
-        CASES["mimo_v2"],
+        CASES["mimo_v2"] | {"num_nextn_predict_layers": 1},
         {
             "token_norm": "model.mtp.layers.0.enorm.",
             "hidden_norm": "model.mtp.layers.0.hnorm.",
@@ -161,6 +169,18 @@ FORMS: dict[str, Form] = {
 }
 
 
+def of_three(form: Form) -> Form:
+    """The form with a head of three layers. Lists of all layers' values have one value for each of them."""
+    hf, count = form.hf, form.hf["num_hidden_layers"] + 1
+    lists = {key: [*values, *values[-1:] * 2] for key, values in hf.items() if isinstance(values, list)}
+    longer = {key: values for key, values in lists.items() if len(hf[key]) == count}
+    return form._replace(hf=hf | {"num_nextn_predict_layers": 3} | longer, layers=3)
+
+
+# by whether each layer reads the model's hidden states or the result of the layer before it
+OF_THREE = {"mimo_v2 of three": of_three(FORMS["mimo_v2"]), "step3p7 of three": of_three(FORMS["step3p7"])}
+
+
 def alone(form: Form) -> dict[str, Any]:
     """The config.json of a model whose only layer is of the head's kind."""
     return form.hf | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0} | form.alone
@@ -168,6 +188,9 @@ def alone(form: Form) -> dict[str, Any]:
 
 def head_tensors(form: Form, seed: int = 5) -> Tensors:
     """The head's tensors by their published names, random."""
+    if form.layers > 1:
+        parts = (head_tensors(form.of_layer(index), seed + index) for index in range(form.layers))
+        return {name: tensor for part in parts for name, tensor in part.items()}
     size, rng = form.hf["hidden_size"], np.random.default_rng(seed)
     start = "model.layers.0."
     layer = {name: t for name, t in random_tensors(alone(form), seed).items() if name.startswith(start)}

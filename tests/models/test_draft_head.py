@@ -26,7 +26,7 @@ from jaxserve.models.draft_head import predictor_config, with_taps
 from jaxserve.ops.linear import Products
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.dense import dense_hidden
-from tests.models.heads import FORMS, alone, eagle_config, eagle_tensors, head_tensors, write_with_head
+from tests.models.heads import FORMS, OF_THREE, Form, alone, eagle_config, eagle_tensors, head_tensors, write_with_head
 from tests.quick import QUICK
 
 TOKENS, FLOAT = 17, jnp.dtype("float32")
@@ -41,7 +41,7 @@ def run_head(
     head: ModelStructure, leaves: tuple[jax.Array, ...], x: jax.Array, states: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Embeddings and hidden states [T, D] from position 0 on -> (out, what goes on) [T, D]"""
-    module, positions = head.bind_head(leaves), jnp.arange(x.shape[0], dtype=jnp.int32)
+    (module,), positions = head.bind_head(leaves), jnp.arange(x.shape[0], dtype=jnp.int32)
     attend = functools.partial(dense_attend(head.config), 0)
     out, fed, _ = module(x, module.states(states, Products()), positions, None, attend, Products())
     return out, fed
@@ -79,13 +79,30 @@ def test_an_mtp_head_is_the_published_one(name: str, tmp_path: Path) -> None:
     normed = dense_hidden(reference.structure, reference.leaves, jnp.arange(TOKENS, dtype=jnp.int32))
     logits = normed @ tensors["lm_head.weight"].T
 
-    module, served = head.structure.bind_head(head.leaves), model.bind(model.leaves)
+    (module,), served = head.structure.bind_head(head.leaves), model.bind(model.leaves)
     assert module.taps == ((config.num_layers,) if form.before_norm else ())
     out, fed = run_head(head.structure, head.leaves, served.embed(jnp.asarray(tokens)), (jnp.asarray(hidden),))
     np.testing.assert_array_equal(module.guess(out, served, Products(), Products()), np.argmax(logits, axis=1))
     found = (out, fed) if form.feeds_normed else (out, norm(np.asarray(fed), last + form.offset, config.norm_eps))
     for each in found if "norm" in form.parts else found[1:]:
         np.testing.assert_allclose(each, normed, atol=1e-4 * float(jnp.abs(normed).max()))
+
+
+@pytest.mark.parametrize("name", OF_THREE)
+def test_a_head_of_three_layers_has_those_of_three_heads(name: str, tmp_path: Path) -> None:
+    form, single = OF_THREE[name], FORMS[name.removesuffix(" of three")]
+
+    def weights(directory: str, form: Form, seed: int) -> dict[str, np.ndarray]:
+        config = read_config(write_with_head(tmp_path / directory, form, head_tensors(form, seed)))
+        head = load_model(tmp_path / directory, dtype=FLOAT, config=predictor_config(config))
+        return {spec.name: np.asarray(leaf) for spec, leaf in zip(head.structure.specs, head.leaves, strict=True)}
+
+    found = weights("three", form, 5)
+    for index in range(3):
+        of_layer = weights(str(index), single, 5 + index)
+        for part, leaf in of_layer.items():
+            np.testing.assert_array_equal(found.pop(f"layers.{index}.{part}"), leaf)
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -109,6 +126,13 @@ def test_a_head_of_another_form_is_not_served(name: str, changes: dict[str, obje
     assert from_hf(FORMS[name].hf | changes).predictor is None
 
 
+def test_layers_of_a_head_behind_one_of_another_kind_guess_nothing() -> None:
+    hf = OF_THREE["step3p7 of three"].hf
+    assert (head := from_hf(hf).predictor) is not None and head.layers == 3
+    for changes in ({"layer_types": [*hf["layer_types"][:-1], "full_attention"]}, {"moe_layers_enum": "1,2,5"}):
+        assert (head := from_hf(hf | changes).predictor) is not None and head.layers == 2
+
+
 def test_a_head_that_clamps_its_mlp_is_like_such_a_layer() -> None:
     hf = FORMS["step3p7"].hf | {"swiglu_limits_shared": [0.2, 0.3, 0.15, 0.3]}
     head = predictor_config(from_hf(hf))
@@ -121,7 +145,7 @@ def test_an_eagle_head_is_the_published_one(norm_first: bool, tmp_path: Path) ->
     own, rng = eagle_tensors(hf), np.random.default_rng(2)
     config = read_eagle(ModelFiles.open(write_checkpoint(tmp_path, hf, own)))
     head = load_model(tmp_path, dtype=FLOAT, config=config)
-    assert head.config.head is not None and head.structure.bind_head(head.leaves).taps == (1, 2, 4)
+    assert head.config.head is not None and head.structure.bind_head(head.leaves)[0].taps == (1, 2, 4)
     size, eps, head_dim = config.hidden_size, config.norm_eps, config.head_dim
     states = [rng.normal(0, 1, (TOKENS, size)).astype(np.float32) for _ in range(3)]
     x = rng.normal(0, 1, (TOKENS, size)).astype(np.float32)
@@ -156,7 +180,7 @@ def test_an_eagle_head_is_the_published_one(norm_first: bool, tmp_path: Path) ->
 
     out, fed = run_head(head.structure, head.leaves, jnp.asarray(x), tuple(map(jnp.asarray, states)))
     np.testing.assert_allclose(fed, y, atol=1e-4 * np.abs(y).max())
-    module: Any = head.structure.bind_head(head.leaves)
+    module: Any = head.structure.bind_head(head.leaves)[0]
     np.testing.assert_allclose(module.lm_head(out, Products()), logits, atol=1e-4 * np.abs(logits).max())
     best = np.argmax(logits, axis=1)
     guess = module.guess(out, None, Products(), Products())

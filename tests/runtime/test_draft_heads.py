@@ -34,7 +34,7 @@ from jaxserve.models.config import EagleHead
 from jaxserve.models.decoder import Taps
 from jaxserve.models.draft_head import predictor_config
 from jaxserve.ops.linear import Products
-from jaxserve.runtime.draft_model import behind, check_draft_model, keep_hidden, kept_hidden
+from jaxserve.runtime.draft_model import behind, check_draft_model, head_levels, keep_hidden, kept_hidden
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.sampling.slots import SlotState, state_shapes
@@ -44,7 +44,7 @@ from jaxserve.types.scheduling import StateSizes
 from tests.fakes import make_request, run_all
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES
-from tests.models.heads import FORMS, eagle_config, eagle_tensors, head_tensors, write_with_head
+from tests.models.heads import FORMS, OF_THREE, eagle_config, eagle_tensors, head_tensors, write_with_head
 from tests.quick import QUICK, QUICK_FLAGS
 from tests.runtime.conftest import CONFIG
 from tests.runtime.test_draft_model import DRAFTS, RESTS_SOON, TOKENS, Recorder, other_weights
@@ -65,7 +65,8 @@ def mtp(
     directory: Path, mesh: DeviceMesh, form: str = "mimo", weights: Any = "none"
 ) -> tuple[LoadedModel, LoadedModel]:
     """weights: the kind of quantization of both"""
-    path = write_with_head(directory, FORMS[form], head_tensors(FORMS[form]))
+    published = (FORMS | OF_THREE)[form]
+    path = write_with_head(directory, published, head_tensors(published))
     config = read_config(path).replace(quantization=weights)
     model, head = (load_model(path, dtype=FLOAT, config=c, mesh=mesh.mesh) for c in (config, predictor_config(config)))
     return model, head
@@ -77,6 +78,14 @@ def with_states(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedM
 
 def windowed(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedModel]:
     return mtp(directory, mesh, "mimo_v2")
+
+
+def of_three(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedModel]:
+    return mtp(directory, mesh, "mimo_v2 of three")
+
+
+def chained(directory: Path, mesh: DeviceMesh) -> tuple[LoadedModel, LoadedModel]:
+    return mtp(directory, mesh, "step3p7 of three")
 
 
 def eagle3(
@@ -101,8 +110,15 @@ def eagle3(
         pytest.param((with_states, False), marks=pytest.mark.slow),
         pytest.param((with_states, True), marks=pytest.mark.slow),
         pytest.param((windowed, True), marks=pytest.mark.slow),
+        pytest.param((of_three, False), marks=pytest.mark.slow),
+        pytest.param((of_three, True), marks=pytest.mark.slow),
+        pytest.param((chained, False), marks=pytest.mark.slow),
+        pytest.param((chained, True), marks=pytest.mark.slow),
     ],
-    ids=["mtp fast", "mtp", "eagle3 fast", "eagle3", "states fast", "states", "windows"],
+    ids=[
+        *("mtp fast", "mtp", "eagle3 fast", "eagle3", "states fast", "states", "windows"),
+        *("three fast", "three", "chained fast", "chained"),
+    ],
 )
 def pair(
     request: pytest.FixtureRequest,
@@ -112,7 +128,8 @@ def pair(
 ) -> Pair:
     make, deterministic = request.param
     model, head = make(tmp_path_factory.mktemp("head"), mesh)
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_drafts": DRAFTS}
+    more = make in (of_three, chained)  # guesses than layers
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_drafts": DRAFTS + more}
     if model.config.layer_states:
         sizes |= {"num_state_pages": 8, "state_interval": BORDER, "state_border": BORDER}
     return Pair(make_runner(model, draft=head, deterministic=deterministic, **sizes), model, head)
@@ -121,6 +138,7 @@ def pair(
 def core_of(pair: Pair, drafter: DeviceDrafts | None, **changes: object) -> EngineCore:
     if count := pair.runner.plan.num_state_pages:
         changes["states"] = StateSizes(count, BORDER, BORDER)
+    changes = {"max_drafts": pair.runner.config.max_drafts} | changes
     return make_core_of(pair.runner, drafter, **changes)
 
 
@@ -163,40 +181,47 @@ def test_tokens_are_those_without_drafts(
     assert pair.runner.num_compiles() == 0
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=QUICK)
 def guess_after(
     model: ModelStructure,
     head: ModelStructure,
+    place: int,
     leaves: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]],
     tokens: jax.Array,
     fed: jax.Array,
     num_known: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The head on the whole text [L] -> the guess after each token, and what goes on [L, D]
+    """The head on the whole text [L] -> the guess of a place after each token, and what goes on [L, D]
 
-    fed: [L, D] in place of the model's hidden states from `num_known` on
+    fed: [L, D] in place of the hidden states that the place's layer reads from `num_known` on
     """
-    served, drafting = model.bind(leaves[0]), head.bind_head(leaves[1])
-    positions, taps = jnp.arange(LENGTH, dtype=jnp.int32), Taps(drafting.taps)
+    served, layers = model.bind(leaves[0]), head.bind_head(leaves[1])
+    positions, taps = jnp.arange(LENGTH, dtype=jnp.int32), Taps(layers[0].taps)
     hidden, _ = served(tokens, positions, (None,) * model.config.num_layers, dense_attend(model.config), taps=taps)
-    states = drafting.states(tuple(taps.states) or (hidden,), Products())
-    states = jnp.where((positions < num_known)[:, None], states, fed)
-    x = served.embed(jnp.roll(tokens, -1))
-    attend = functools.partial(dense_attend(head.config), 0)
-    out, fed, _ = drafting(x, states, positions, None, attend, Products())
-    return drafting.guess(out, served, Products(), Products()), fed
+    states = layers[0].states(tuple(taps.states) or (hidden,), Products())
+    last = min(place, len(layers) - 1)
+    out = result = states
+    for index in range(last + 1):
+        x = served.embed(jnp.roll(tokens, -1 - index))
+        read = jnp.where((positions < num_known)[:, None], states, fed) if index == last else states
+        attend = functools.partial(dense_attend(head.config), index)
+        out, result, _ = layers[index](x, read, positions, None, attend, Products())
+        if head_levels(head.config) > 1:
+            states = result
+    return layers[last].guess(out, served, Products(), Products()), result
 
 
 def expected_drafts(pair: Pair, tokens: list[int], count: int) -> list[int]:
     """The guesses after a text, whose last token's hidden state is not known."""
     num_known, padded = len(tokens) - 1, np.zeros(LENGTH, np.int32)
     fed, found = jnp.zeros((LENGTH, pair.head.config.hidden_size)), list(tokens)
-    for _ in range(count):
+    layers = pair.head.config.num_layers
+    for place in range(count):
         padded[: len(found)] = found
         leaves = pair.runner.leaves, pair.runner.draft_leaves
         args = leaves, jnp.asarray(padded), fed, jnp.int32(num_known)
-        guesses, next_fed = guess_after(pair.model.structure, pair.head.structure, *args)
-        last = len(found) - 2
+        guesses, next_fed = guess_after(pair.model.structure, pair.head.structure, place, *args)
+        last = num_known - 1 + max(0, place - (layers - 1))  # the layers after the first guess at the same position
         fed = fed.at[last + 1].set(next_fed[last])
         found.append(int(guesses[last]))
     return found[len(tokens) :]

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM
-from jaxserve.models.draft_head import DraftHead, make_head
+from jaxserve.models.draft_head import DraftHead, Predictors, make_head
 from jaxserve.models.encoder import Encoder
 from jaxserve.models.families.registry import family_of
 from jaxserve.models.quantized_weight import keep_stored, quantize
@@ -36,7 +36,7 @@ class ModelStructure:
         Inside a jitted function it costs only tracing time. Raises ModelLoadError for an encoder.
         """
         model = self._merge(leaves)
-        assert not isinstance(model, DraftHead), self.config.architecture
+        assert not isinstance(model, DraftHead | Predictors), self.config.architecture
         if not isinstance(model, CausalLM):
             raise ModelLoadError(f"{self.config.architecture} is an encoder: it makes embeddings and generates no text")
         return model
@@ -47,13 +47,15 @@ class ModelStructure:
         assert isinstance(model, Encoder), self.config.architecture
         return model
 
-    def bind_head(self, leaves: tuple[jax.Array, ...]) -> DraftHead:
-        """Make a head with these weights: arrays [*spec.shape] of spec.dtype, one for each of `specs`."""
+    def bind_head(self, leaves: tuple[jax.Array, ...]) -> tuple[DraftHead, ...]:
+        """Make the layers of a head with these weights: arrays [*spec.shape] of spec.dtype, one for each of `specs`."""
         model = self._merge(leaves)
+        if isinstance(model, Predictors):
+            return tuple(model.layers)
         assert isinstance(model, DraftHead), self.config.architecture
-        return model
+        return (model,)
 
-    def _merge(self, leaves: tuple[jax.Array, ...]) -> CausalLM | Encoder | DraftHead:
+    def _merge(self, leaves: tuple[jax.Array, ...]) -> CausalLM | Encoder | DraftHead | Predictors:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     @property

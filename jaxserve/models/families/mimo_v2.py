@@ -3,9 +3,8 @@
 The cache has rows of K's size for V too, whose last numbers are zeros. A full layer's sinks are so low that they add
 nothing.
 
-Its head for multi-token prediction has window layers with an MLP. Published files have such a layer for each guess, and
-here the first one makes all guesses. It reads the hidden states before the final norm, as in SGLang's first release of
-the model; vLLM reads those after it.
+Its head for multi-token prediction has window layers with an MLP, one for each of three guesses. All of them read the
+model's hidden states before the final norm, as in SGLang; vLLM reads those after it, and only with the first layer.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from flax import nnx
 from jaxserve.models.checkpoint.read_config import Json, number, optional_integer, rope_config, shown
 from jaxserve.models.config import LayerHeads, ModelConfig, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.draft_head import of_layers
 from jaxserve.models.families.deepseek_v3 import deepseek_experts
 from jaxserve.models.family import Family
 from jaxserve.models.layers import AttendFn, Cache, Linear, RopeTable
@@ -31,14 +31,15 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads
 
 _NO_SINK = -1e30
-_HEAD = (
-    ("model.mtp.layers.0.enorm.", "token_norm."),
-    ("model.mtp.layers.0.hnorm.", "hidden_norm."),
-    ("model.mtp.layers.0.eh_proj.", "join."),
-    ("model.mtp.layers.0.final_layernorm.", "norm."),
-    ("model.mtp.layers.0.pre_mlp_layernorm.", "layer.post_attention_layernorm."),
-    ("model.mtp.layers.0.", "layer."),
+_HEAD = (  # behind the beginning of the names of a layer of the head
+    ("enorm.", "token_norm."),
+    ("hnorm.", "hidden_norm."),
+    ("eh_proj.", "join."),
+    ("final_layernorm.", "norm."),
+    ("pre_mlp_layernorm.", "layer.post_attention_layernorm."),
+    ("", "layer."),
 )
+_HEAD_LAYERS = 3  # of the published models, whose config.json does not say it
 
 
 class HeadsProj(Adaptable):
@@ -135,10 +136,12 @@ def _mimo_v2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _head(hf: Json, windowed: tuple[bool, ...]) -> PredictorHead | None:
     """Return the head, for which published files have no key; None: 0 layers, or no window layer that it is like."""
-    if not optional_integer(hf, "num_nextn_predict_layers", 1) or True not in windowed:
+    count = optional_integer(hf, "num_nextn_predict_layers", _HEAD_LAYERS)
+    if count < 1 or True not in windowed:
         return None
+    rules = of_layers(count, lambda index: tuple((f"model.mtp.layers.{index}.{there}", here) for there, here in _HEAD))
     like = windowed.index(True)
-    return PredictorHead(_HEAD, taps=(len(windowed),), feeds_normed=False, like=like, sparse=False)
+    return PredictorHead(rules, taps=(len(windowed),), feeds_normed=False, like=like, sparse=False, layers=count)
 
 
 def _ropes(hf: Json, head_dim: int) -> tuple[RopeConfig, RopeConfig]:

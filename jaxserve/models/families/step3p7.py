@@ -4,8 +4,8 @@ Window layers have more query heads. The last layers clamp what the halves of th
 experts and in the shared one by different numbers. Published files pad lists of layers with those for multi-token
 prediction.
 
-The head for it reads the hidden states before the final norm and has an output head of its own. Published files have
-several such layers, each of which goes on with the result of the one before it; here the first one makes all guesses.
+The head for it reads the hidden states before the final norm. Published files have three layers, each with an output
+head of its own, and each goes on with the result of the one before it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from jaxserve.models.checkpoint.read_config import (
 )
 from jaxserve.models.config import LayerHeads, ModelConfig, MoEConfig, MoENames, PredictorHead
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.draft_head import of_layers
 from jaxserve.models.families.laguna import GatedAttention
 from jaxserve.models.family import TOWERS, Family, Nested
 from jaxserve.models.layers import MLP
 from jaxserve.models.moe import MoEBlock, block_name
+from jaxserve.models.tensor_names import Rules
 
 
 class Step3p7ForCausalLM(CausalLM):
@@ -105,7 +107,9 @@ def _published(hf: Json) -> dict[str, Any]:
     if numbers is not None and found.get("mlp_layer_types") is None:
         sparse = {int(each) for each in (numbers.split(",") if isinstance(numbers, str) else numbers)}
         found["mlp_layer_types"] = ["sparse" if index in sparse else "dense" for index in range(layers)]
-        found["mtp_mlp_layer_types"] = found.get("mtp_mlp_layer_types") or ["sparse" if layers in sparse else "dense"]
+        behind = range(layers, layers + max(1, optional_integer(hf, "num_nextn_predict_layers", 0)))
+        of_head = ["sparse" if index in sparse else "dense" for index in behind]
+        found["mtp_mlp_layer_types"] = found.get("mtp_mlp_layer_types") or of_head
     other = found.get("attention_other_setting") or {}
     for key, value in (("num_attention_groups", "num_key_value_heads"), ("head_dim", "head_dim")):
         if other.get(key) not in (None, found.get(value)):
@@ -174,7 +178,8 @@ def _head(hf: Json, windows: tuple[int | None, ...], limits: tuple[tuple[float, 
     windows, limits: of the model's layers
     """
     layers, kinds = len(limits), hf.get("mtp_layer_types")
-    if not predictors(hf, layers) or not kinds:
+    own = predictors(hf, layers)
+    if not own or not kinds:
         return None
     rope = hf["rope_parameters"].get(kinds[0], {})
     expected = {
@@ -185,14 +190,29 @@ def _head(hf: Json, windows: tuple[int | None, ...], limits: tuple[tuple[float, 
     if any((hf.get(f"mtp_{key}") or [value])[0] != value for key, value in expected.items()):
         return None
     clamp = (hf.get("mtp_swiglu_limits_shared") or [0.0])[0] or 0.0
-    of_layers = zip(windows or (None,) * layers, limits, strict=True)
-    like = [(window is not None, mlp) for window, (_, mlp) in of_layers]
-    own = kinds[0] == _LOCAL, clamp
-    if own not in like:
+    like = [(window is not None, mlp) for window, (_, mlp) in zip(windows or (None,) * layers, limits, strict=True)]
+    if (kind := (kinds[0] == _LOCAL, clamp)) not in like:
         return None
-    start = f"model.layers.{layers}."
-    rules = (*((f"{start}{there}.", f"{here}.") for there, here in _PARTS.items()), (start, "layer."), _OF_MODEL)
-    return PredictorHead(rules, taps=(layers,), feeds_normed=False, like=like.index(own), sparse=False, own_output=True)
+    keys = ("layer_types", "swiglu_limits_shared", *expected)
+    given = [values for key in keys if (values := hf.get(f"mtp_{key}"))]
+    others = (n for n in range(1, len(own)) if any(n < len(values) and values[n] != values[0] for values in given))
+    count = next(others, len(own))  # a layer of another kind makes no guess, nor do those behind it
+    rules = of_layers(count, lambda index: _of_layer(f"model.layers.{layers + index}."))
+    return PredictorHead(
+        (*rules, _OF_MODEL),
+        taps=(layers,),
+        feeds_normed=False,
+        like=like.index(kind),
+        sparse=False,
+        own_output=True,
+        layers=count,
+        chained=True,
+    )
+
+
+def _of_layer(start: str) -> Rules:
+    """Return the rules of the names that begin with `start`."""
+    return (*((f"{start}{there}.", f"{here}.") for there, here in _PARTS.items()), (start, "layer."))
 
 
 def _limits(hf: Json, key: str, layers: int) -> list[float]:

@@ -62,8 +62,9 @@ class SlotState:
     in_prompt       whether the token occurs in the prompt
     watermark       64 bits of a key, low word first. Used if `has_watermark`
     position_delta  see `picture.position_delta`; None: the model takes no pictures
-    hidden          the hidden states that a head needs of the last positions, position p at p mod "kept", in the
-                    activations' dtype; None: there is no head, see `draft_model.DraftHeadModel`
+    hidden          the hidden states that a head needs of the last positions, position p at p mod "kept" or of several
+                    kinds mod their share of it, in the activations' dtype; None: there is no head, see
+                    `draft_model.DraftHeadModel`
     hidden_at       the position of each; -1: none
     """
 
