@@ -22,7 +22,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ from jaxserve.models.checkpoint.hub import resolve_config
 from jaxserve.models.checkpoint.orbax_reader import as_converted
 from jaxserve.models.checkpoint.published_size import published_size
 from jaxserve.runtime.runner_config import context_length, resolve_cache_dtype, room_for_adapters
-from jaxserve.runtime.shape_plan import ShapePlan, ShapePlanner, splits
+from jaxserve.runtime.shape_plan import DeviceSize, Mesh, ShapePlan, ShapePlanner, SplitSearch
 
 MESHES = ("1", "8", "16")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
@@ -47,10 +46,8 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _MESH = re.compile(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", re.ASCII)
 _HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "KV per token", "per full context")
 
-_DEVICES = tuple(2**n for n in range(11))  # numbers of devices that are tried if the model does not fit
 _QUIET = 3.0  # seconds between lines of progress if stderr is not a terminal
 
-Mesh = tuple[int, int]  # tensor, expert
 Row = tuple[Mesh, ShapePlan | ConfigError]
 
 
@@ -76,12 +73,12 @@ def run(words: Sequence[str]) -> int:
     asked = [_mesh(text) for text in options.mesh]
     cache_dtype = resolve_cache_dtype(options.cache_dtype, dtype)
     lora = room_for_adapters(options.lora_slots, options.lora_max_rank)
-    device = _Device(int(options.memory * GIB), context, options.max_num_seqs)
+    device = DeviceSize(int(options.memory * GIB), context, options.max_num_seqs)
     with _Progress() as progress:
         progress.show(f"shapes of {config.architecture}")
         planner = ShapePlanner(config, dtype, cache_dtype=cache_dtype, lora=lora)
         head = _head(planner, dtype)  # names what would not be read, before meshes are tried for it
-        search = _Search(planner, device, progress)
+        search = SplitSearch(planner, device, progress.show_mesh)
         rows = [row for mesh in asked for row in search.rows(mesh)]
         held = all(device.holds(plan) for _, plan in rows)
         fewest = None if held else search.fewest()
@@ -102,68 +99,6 @@ def _with_fix(error: ConfigError, fewest: ShapePlan | None) -> ConfigError:
 
 def _devices(plan: ShapePlan) -> str:
     return f"{plan.num_devices} device{'s' * (plan.num_devices > 1)} (--mesh {plan.tensor}x{plan.expert})"
-
-
-@dataclass(frozen=True)
-class _Device:
-    """The device of the plan: bytes of memory, tokens of a full context, and requests that run at once."""
-
-    num_bytes: int
-    context: int
-    max_num_seqs: int
-
-    def room(self, plan: ShapePlan) -> tuple[int, float]:
-        """Return (tokens, full contexts) that fit, see `ShapePlan.room`."""
-        return plan.room(self.num_bytes, self.context, self.max_num_seqs)
-
-    def holds(self, plan: ShapePlan | ConfigError) -> bool:
-        """Return whether a full context fits."""
-        return isinstance(plan, ShapePlan) and self.room(plan)[1] >= 1
-
-
-class _Search:
-    """Plan meshes, and find the best mesh of a number of devices."""
-
-    def __init__(self, planner: ShapePlanner, device: _Device, progress: _Progress) -> None:
-        self.planner = planner
-        self._device = device
-        self._progress = progress
-        self._planned: dict[Mesh, ShapePlan | ConfigError] = {}
-
-    def rows(self, asked: int | Mesh) -> Sequence[Row]:
-        """Return the row of a mesh, or of each split of a number of devices that the model allows, most tokens first.
-
-        If the model allows no split, the only row has the reason.
-        """
-        if isinstance(asked, tuple):
-            return [self._row(asked)]
-        first, *others = splits(self.planner.config, asked)
-        rows = [self._row(first)]
-        if self.planner.config.moe is not None or isinstance(rows[0][1], ConfigError):
-            rows += map(self._row, others)
-        return sorted(((mesh, plan) for mesh, plan in rows if isinstance(plan, ShapePlan)), key=self._rank) or rows[:1]
-
-    def fewest(self) -> ShapePlan | None:
-        """Return the best plan of the fewest devices of _DEVICES that have room for a full context; None: none have."""
-        least = self.planner.published.num_bytes / self._device.num_bytes
-        for count in (count for count in _DEVICES if count >= least):
-            _, plan = self.rows(count)[0]
-            if isinstance(plan, ShapePlan) and self._device.holds(plan):
-                return plan
-        return None
-
-    def _row(self, mesh: Mesh) -> Row:
-        if mesh not in self._planned:
-            self._progress.show(f"tensor {mesh[0]}, expert {mesh[1]}")
-            try:
-                self._planned[mesh] = self.planner.plan(*mesh)
-            except ConfigError as error:
-                self._planned[mesh] = error
-        return mesh, self._planned[mesh]
-
-    def _rank(self, row: tuple[Mesh, ShapePlan]) -> tuple[int, int, int]:
-        (tensor, _), plan = row
-        return -self._device.room(plan)[0], plan.weight_bytes, -tensor
 
 
 class _Progress:
@@ -191,6 +126,10 @@ class _Progress:
             self._told = now
             print(f"jaxserve: planning: {step}", file=sys.stderr, flush=True)
 
+    def show_mesh(self, mesh: Mesh) -> None:
+        """Show the mesh that is planned next."""
+        self.show("tensor {}, expert {}".format(*mesh))
+
 
 def _head(planner: ShapePlanner, dtype: jnp.dtype) -> str:
     config = planner.config
@@ -213,7 +152,7 @@ def _head(planner: ShapePlanner, dtype: jnp.dtype) -> str:
 class _Columns:
     """Make the table. length: tokens of a request in the batch column; None leaves the column out"""
 
-    def __init__(self, device: _Device, length: int | None) -> None:
+    def __init__(self, device: DeviceSize, length: int | None) -> None:
         self._device = device
         self._length = length
 

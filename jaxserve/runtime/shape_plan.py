@@ -2,17 +2,21 @@
 
 Nothing is allocated, so a model of 671 billion parameters can be planned on a laptop. It uses the server's own code:
 parameter shardings of models.sharding, page shapes of the attention backend, the arithmetic of runtime.memory.
+
+    ShapePlan, ShapePlanner     the sizes of a model on one mesh
+    DeviceSize, SplitSearch     the best of the meshes of some devices: for `jaxserve plan`, and for mesh.tensor auto
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxserve.errors import ConfigError
 from jaxserve.models.adapters import AdapterShape, adapt
 from jaxserve.models.checkpoint.structure import ModelStructure, build
 from jaxserve.models.config import ModelConfig
@@ -27,6 +31,9 @@ from jaxserve.types.scheduling import Reach, Span
 
 PAGE_SIZE = 16  # tokens
 _CHUNK = 8192  # tokens per step on an accelerator
+_DOUBLINGS = 11  # numbers of devices that `SplitSearch.fewest` tries: 1, 2, 4, ... 1024
+
+Mesh = tuple[int, int]  # tensor, expert
 
 
 @dataclass(frozen=True)
@@ -225,3 +232,98 @@ def _token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int) -> dict[Rea
         before, largest = found.get(reach, (0, 0))
         found[reach] = before + size, max(largest, reached)
     return {reach: (size // PAGE_SIZE, reached) for reach, (size, reached) in found.items()}
+
+
+@dataclass(frozen=True)
+class DeviceSize:
+    """What a model is to fit: bytes of memory of each device, tokens of a full context, requests that run at once."""
+
+    num_bytes: int
+    context: int
+    max_num_seqs: int
+    memory_fraction: float = 0.9
+
+    def room(self, plan: ShapePlan) -> tuple[int, float]:
+        """Return (tokens, full contexts) that fit, see `ShapePlan.room`."""
+        return plan.room(self.num_bytes, self.context, self.max_num_seqs, self.memory_fraction)
+
+    def holds(self, plan: ShapePlan | ConfigError) -> bool:
+        """Return whether a full context fits."""
+        return isinstance(plan, ShapePlan) and self.room(plan)[1] >= 1
+
+
+class SplitSearch:
+    """Plans meshes, and finds the best mesh of a number of devices.
+
+    show: called with each mesh before it is planned, which takes seconds for a mixture of experts
+    tensor, expert: what each split of a number of devices has of them; None: any number
+    """
+
+    def __init__(
+        self,
+        planner: ShapePlanner,
+        device: DeviceSize,
+        show: Callable[[Mesh], None] = lambda _: None,
+        *,
+        tensor: int | None = None,
+        expert: int | None = None,
+    ) -> None:
+        self._planner = planner
+        self._device = device
+        self._show = show
+        self._tensor, self._expert = tensor, expert
+        self._planned: dict[Mesh, ShapePlan | ConfigError] = {}
+
+    def rows(self, asked: int | Mesh) -> Sequence[tuple[Mesh, ShapePlan | ConfigError]]:
+        """Return the plan of a mesh, or of each split of a number of devices that the model allows, most tokens first.
+
+        If the model allows no split, the only row has the reason. There is no row if no split has the numbers that
+        each must have. A dense model is split only over tensor if it can be.
+        """
+        if isinstance(asked, tuple):
+            return [self._row(asked)]
+        meshes = [mesh for mesh in splits(self._planner.config, asked) if self._is_wanted(mesh)]
+        rows = [self._row(mesh) for mesh in meshes[:1]]
+        if self._planner.config.moe is not None or any(isinstance(plan, ConfigError) for _, plan in rows):
+            rows += map(self._row, meshes[1:])
+        return sorted(((mesh, plan) for mesh, plan in rows if isinstance(plan, ShapePlan)), key=self._rank) or rows[:1]
+
+    def best(self, num_devices: int) -> ShapePlan | ConfigError:
+        """Return the best plan of at most `num_devices` devices: of most tokens, then of the fewest bytes of weights.
+
+        It is of all devices, unless no split of so many is allowed or one of fewer has more room: heads that cannot be
+        split are whole on each device, and so is their KV cache. If the model allows no split, it is the reason.
+        num_devices: at least the numbers that each split must have
+        """
+        rows = [row for count in range(num_devices, 0, -1) for row in self.rows(count)]
+        plans = [(mesh, plan) for mesh, plan in rows if isinstance(plan, ShapePlan)]
+        return min(plans, key=self._rank)[1] if plans else rows[0][1]
+
+    def fewest(self) -> ShapePlan | None:
+        """Return the best plan of the fewest devices that have room for a full context; None: none have.
+
+        1, 2, 4, ... 1024 devices are tried, times the numbers that each split must have.
+        """
+        least = self._planner.published.num_bytes / self._device.num_bytes
+        for count in ((self._tensor or 1) * (self._expert or 1) * 2**n for n in range(_DOUBLINGS)):
+            if count >= least:
+                _, plan = self.rows(count)[0]
+                if isinstance(plan, ShapePlan) and self._device.holds(plan):
+                    return plan
+        return None
+
+    def _is_wanted(self, mesh: Mesh) -> bool:
+        return all(asked in (None, number) for asked, number in zip((self._tensor, self._expert), mesh, strict=True))
+
+    def _row(self, mesh: Mesh) -> tuple[Mesh, ShapePlan | ConfigError]:
+        if mesh not in self._planned:
+            self._show(mesh)
+            try:
+                self._planned[mesh] = self._planner.plan(*mesh)
+            except ConfigError as error:
+                self._planned[mesh] = error
+        return mesh, self._planned[mesh]
+
+    def _rank(self, row: tuple[Mesh, ShapePlan]) -> tuple[int, int, int]:
+        (tensor, _), plan = row
+        return -self._device.room(plan)[0], plan.weight_bytes, -tensor
