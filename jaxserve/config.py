@@ -226,10 +226,16 @@ class MeshSection(Section):
     data: Int = Field(
         1, ge=1, le=4096, description="Only 1: an engine does not split its requests over devices. Use replicas."
     )
-    tensor: Int = Field(
-        1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."
+    tensor: Annotated[Int, Field(ge=1, le=4096)] | Auto = Field(
+        1,
+        description="Tensor parallelism: number of devices that share heads, FFN and vocabulary. auto: chosen with "
+        "expert, which is then auto too unless it is given: the split of the devices that the model allows and that "
+        "has room for the most tokens.",
     )
-    expert: Int = Field(1, ge=1, le=4096, description="Expert parallelism: number of devices that share the experts.")
+    expert: Annotated[Int, Field(ge=1, le=4096)] | Auto = Field(
+        1,
+        description="Expert parallelism: number of devices that share the experts. auto: see tensor.",
+    )
     device: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="Platform to run on.")
     hosts: Int = Field(
         1, ge=1, le=1024, description="Number of machines whose devices one engine uses; each runs this command."
@@ -257,10 +263,28 @@ class MeshSection(Section):
     join_timeout: Seconds = Field(600.0, description="Seconds that the leader waits for the other machines.")
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the engine is to choose how its devices are split."""
+        return "auto" in (self.tensor, self.expert)
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """The numbers tensor and expert, which must not be auto."""
+        assert self.tensor != "auto" and self.expert != "auto"
+        return self.tensor, self.expert
+
+    @property
     def leader(self) -> tuple[str, int]:
         """Host and port of the leader."""
         host, _, port = self.leader_address.partition(":")
         return host, self.leader_port or int(port or DEFAULT_PORT)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _both_auto(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and "auto" in (keys.get("tensor"), keys.get("expert")):
+            return {"tensor": "auto", "expert": "auto"} | keys
+        return keys
 
     @field_validator("prefill_replicas")
     @classmethod

@@ -179,6 +179,14 @@ def platform_of(config: Config, environ: Mapping[str, str] = os.environ) -> Plat
     return "tpu" if any(path.exists() for path in _TPU) else "cpu"
 
 
+_DEVICE_FILES = {"gpu": ("nvidia[0-9]*",), "tpu": ("accel[0-9]*", "vfio/[0-9]*")}
+
+
+def count_devices(platform: Literal["gpu", "tpu"], root: Path = Path("/dev")) -> int:
+    """Return the number of GPUs or TPU chips of this machine, or of its container, by their device files."""
+    return sum(1 for pattern in _DEVICE_FILES[platform] for _ in root.glob(pattern))
+
+
 DISTRIBUTION = "jaxserve-llm"  # the name on PyPI, where another project is called jaxserve
 _ROOT = Path(__file__).parent.parent
 

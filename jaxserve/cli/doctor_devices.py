@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxserve.cli.doctor import Finding, examined
 from jaxserve.config import Config
-from jaxserve.engine.factory import locate, read_model
+from jaxserve.engine.factory import choose_mesh, locate, read_model
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.model_files import check_directory, local_directory
 from jaxserve.models.adapters import adapt
@@ -25,7 +25,7 @@ from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.memory import CPU_POOL_FLOOR, device_memory
-from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.mesh import DeviceMesh, configured_mesh, make_mesh
 from jaxserve.runtime.numeric_check import NumericCase, attention_case, serving_cases, wrong_numbers
 from jaxserve.runtime.runner_config import RunnerConfig, context_length, resolve_dtypes, room_for_adapters
 from jaxserve.runtime.shape_plan import ShapePlanner
@@ -37,9 +37,8 @@ _GIB = 2**30
 
 def findings(config: Config, *, with_model: bool = True) -> Iterator[Finding]:
     """Yield the findings on the devices and in the model's files. with_model: whether to check the files"""
-    section = config.mesh
     try:
-        mesh = make_mesh(section.device, data=section.data, tensor=section.tensor, expert=section.expert)
+        mesh = configured_mesh(config.mesh)
     except (ConfigError, RuntimeError) as error:  # RuntimeError: jax cannot start the platform
         yield Finding.of("devices", error)
         mesh = None
@@ -107,6 +106,9 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
     tokens = directory if named is None else Path(named)
     tokenizer = Tokenizer.from_directory(tokens)
     files = ModelFiles.open(directory)
+    if mesh is not None and config.mesh.is_auto:
+        config, mesh, split = choose_mesh(config, files)
+        yield Finding("model", "ok", f"mesh: {split}")
     model, dtype = read_model(config, files, make_mesh("cpu") if mesh is None else mesh)
     context_length(config.model.max_model_len, model)
     structure = inspect(files, dtype=dtype, config=model)

@@ -185,6 +185,7 @@ def ready_card(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[st
         "URL": f"{url}/v1",
         "model": f"{', '.join(info.served_names)} ({info.architecture}, {info.dtype})",
         "device": f"{_devices(info.devices)}, attention {info.attention}",
+        **({"mesh": info.split} if info.split else {}),
         "memory": _memory(info),
         "requests": _requests(info),
     }
@@ -269,6 +270,7 @@ def _ready_fields(info: EngineInfo, url: str, seconds: Mapping[str, float]) -> d
         "models": info.served_names,
         "task": info.task,
         "devices": info.devices,
+        "split": info.split,
         "max_model_len": info.max_model_len,
         "max_num_seqs": info.max_num_seqs,
         "kv_tokens": info.num_kv_tokens,

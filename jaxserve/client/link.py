@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ import zmq.asyncio
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError
-from jaxserve.system import Platform, platform_of
+from jaxserve.system import Platform, count_devices, platform_of
 from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
 from jaxserve.transport.shared_state import Pulse
 from jaxserve.transport.socket_directory import SHARED_MEMORY, sweep
@@ -116,11 +117,18 @@ class DeviceShare:
 
 
 def device_shares(
-    config: Config, platform: Platform, environ: Mapping[str, str] = os.environ, cores: Sequence[int] | None = None
+    config: Config,
+    platform: Platform,
+    environ: Mapping[str, str] = os.environ,
+    cores: Sequence[int] | None = None,
+    num_devices: int | None = None,
 ) -> list[DeviceShare]:
     """Return the share of each replica. Raises ConfigError if the devices are too few.
 
+    If the mesh is auto, all devices are shared equally, and each engine chooses how to split its own.
+
     cores: cores that this process may use; None: ask the system
+    num_devices: of the machine, if the environment does not name them; None: count their files
     """
     count = config.mesh.replicas
     if platform == "cpu":
@@ -130,8 +138,14 @@ def device_shares(
             DeviceShare(cores=frozenset(part), niceness=_PREFILL_NICENESS if roles.of(i) == "prefill" else 0)
             for i, part in enumerate(_cores(found, count))
         ]
-    size = config.mesh.data * config.mesh.tensor * config.mesh.expert
-    visible = _visible(environ.get(_VISIBLE[platform]), count * size)
+    given = environ.get(_VISIBLE[platform])
+    if config.mesh.is_auto:
+        if given is None:
+            given = ",".join(map(str, range(count_devices(platform) if num_devices is None else num_devices)))
+        size = _equal_part(platform, len(_names(given)), count)
+    else:
+        size = config.mesh.data * math.prod(config.mesh.split)
+    visible = _visible(given, count * size)
     parts = [visible[index * size : (index + 1) * size] for index in range(count)]
     return [DeviceShare(_environment(platform, part)) for part in parts]
 
@@ -148,13 +162,28 @@ def _visible(given: str | None, needed: int) -> list[str]:
     """Return the names of the devices. Without the variable they are numbers; an engine fails if one is missing."""
     if given is None:
         return [str(number) for number in range(needed)]
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names = _names(given)
     if len(names) < needed:
         raise ConfigError(
             f"the replicas need {needed} devices, and the environment shows {len(names)}",
             fix="lower mesh.replicas or mesh.tensor",
         )
     return names
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _equal_part(platform: Platform, num_devices: int, count: int) -> int:
+    """Return the devices of each of `count` replicas. On a TPU it is a number that has a shape."""
+    size = num_devices // count
+    if not size:
+        raise ConfigError(
+            f"mesh.replicas is {count}, and {num_devices} devices are found for them",
+            fix=f"lower mesh.replicas, or set mesh.tensor and mesh.expert, or {_VISIBLE[platform]}",
+        )
+    return max(shape for shape in _TPU_BOUNDS if shape <= size) if platform == "tpu" else size
 
 
 def _environment(platform: Platform, names: Sequence[str]) -> dict[str, str]:
@@ -212,7 +241,7 @@ class EngineLink(Protocol):
 
 
 def with_plan(config: Config, info: EngineInfo) -> Config:
-    """Return the configuration of a replacement engine: the same number of pages, even if less memory is free now.
+    """Return the configuration of a replacement engine: the same mesh and pages, even if less memory is free now.
 
     With fewer pages it would refuse requests that the previous engine had accepted. If memory is short its start
     fails, and is tried again after the delays between restarts.
@@ -221,7 +250,9 @@ def with_plan(config: Config, info: EngineInfo) -> Config:
     pages = {"num_pages": info.num_pages, "num_window_pages": groups[0].get("num_pages")}
     pages["num_state_pages"] = info.memory_plan.get("num_state_pages")
     planned = {name: number for name, number in pages.items() if number}  # an encoder has no pages
-    return config.model_copy(update={"cache": config.cache.model_copy(update=planned)})
+    mesh = {"tensor": info.tensor, "expert": info.expert} if config.mesh.is_auto else {}
+    sections = {"cache": config.cache.model_copy(update=planned), "mesh": config.mesh.model_copy(update=mesh)}
+    return config.model_copy(update=sections)
 
 
 class ProcessLink:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.config import Config
-from jaxserve.engine.factory import locate, read_model
+from jaxserve.engine.factory import choose_mesh, locate, read_model, refuse_data
 from jaxserve.errors import ConfigError
 from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.loader import inspect
@@ -23,7 +23,7 @@ from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import Program, Progress, compile_all, compiler_options
 from jaxserve.runtime.fingerprint import fingerprint
-from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.numeric_check import check_place, numeric_programs, serving_cases
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
@@ -57,12 +57,22 @@ def make_bundle(
         raise ConfigError("a bundle has neither a draft model nor a head yet", fix="leave the section speculation out")
     if config.mesh.hosts > 1:
         raise ConfigError("a bundle is for one host", fix="leave mesh.hosts out")
-    section = config.mesh
-    elsewhere = None if target is None else make_target(target, tensor=section.tensor, expert=section.expert)
-    mesh = elsewhere.mesh if elsewhere else make_mesh(section.device, tensor=section.tensor, expert=section.expert)
+    refuse_data(config)
+    source = ModelFiles.open(locate(config))
+    if target is None:
+        elsewhere = None
+        config, mesh, _ = choose_mesh(config, source)
+    elif config.mesh.is_auto:
+        raise ConfigError(
+            "auto of mesh.tensor and mesh.expert is for the devices of this machine, and --target names others",
+            fix="set both; jaxserve plan MODEL --mesh N shows the splits of N devices that fit",
+        )
+    else:
+        tensor, expert = config.mesh.split
+        elsewhere = make_target(target, tensor=tensor, expert=expert)
+        mesh = elsewhere.mesh
     if tuning is not None and mesh.platform in ("cpu", "tpu"):
         raise ConfigError("autotuning results are for a GPU", fix="leave --autotuning out")
-    source = ModelFiles.open(locate(config))
     structure = _structure(config, source, mesh)
     if structure.config.bidirectional:
         raise ConfigError("an encoder has few programs and takes no bundle", fix="start it without one")

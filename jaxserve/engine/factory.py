@@ -36,7 +36,7 @@ from jaxserve.models.checkpoint.chosen_form import choose_head, choose_quantizat
 from jaxserve.models.checkpoint.files import LOGIT_SCORE, ModelFiles
 from jaxserve.models.checkpoint.hf_config import EAGLE3, read_config, read_eagle
 from jaxserve.models.checkpoint.hub import resolve
-from jaxserve.models.checkpoint.loader import LoadedModel, load_model, random_model
+from jaxserve.models.checkpoint.loader import LoadedModel, load_model, open_weights, random_model
 from jaxserve.models.checkpoint.read_config import architecture_of
 from jaxserve.models.checkpoint.sentence_files import embedding_prompt, is_embedder, read_pooling
 from jaxserve.models.checkpoint.structure import ModelStructure, build
@@ -50,8 +50,8 @@ from jaxserve.runtime.compilation.compiler import CompileCounter, ProgramStorage
 from jaxserve.runtime.draft_model import check_draft_model
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.fingerprint import describe
-from jaxserve.runtime.memory import MemoryPlan
-from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.memory import MemoryPlan, device_memory
+from jaxserve.runtime.mesh import DeviceMesh, configured_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numeric_check import check_numbers, serving_cases
 from jaxserve.runtime.page_file import PageFileConfig, fingerprint, remove_unused
@@ -60,6 +60,7 @@ from jaxserve.runtime.runner_setup import chosen_rounding, native_products
 from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle, refuse_bundle
 from jaxserve.runtime.saved_programs.executable import UnrunnableProgramError
 from jaxserve.runtime.saved_programs.program_store import discarding, open_store
+from jaxserve.runtime.shape_plan import DeviceSize, ShapePlanner, SplitSearch
 from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.speculation.device import DeviceDrafts, Size, speedup
 from jaxserve.speculation.ngram import WORTH, Drafter, NGramDrafter
@@ -194,11 +195,12 @@ def engine_info(
     seconds: dict[str, float],
     num_compiled: int,
     drafter: str,
+    split: str = "",
 ) -> EngineInfo:
     """Describe a ready engine.
 
     seconds: duration of each phase of its start. num_compiled: programs that were in no cache
-    drafter: see `EngineInfo.drafter`
+    drafter, split: see EngineInfo
     """
     model = found.loaded.config
     defaults = dataclasses.asdict(model.generation)
@@ -216,6 +218,9 @@ def engine_info(
         useful_rows=_useful_rows(runner, times),
         attention=runner.backend.name if isinstance(runner, ModelRunner) else "dense",
         devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
+        tensor=runner.mesh.tensor,
+        expert=runner.mesh.mesh.shape["expert"],
+        split=split,
         num_programs=runner.num_programs,
         eos_token_ids=list(found.eos_token_ids),
         generation_defaults={name: value for name, value in defaults.items() if value is not None},
@@ -330,7 +335,7 @@ def build_engine(
     tokenizer_dir = _tokenizer_dir(config, files.directory)
     send(Located(str(tokenizer_dir)))
     send(Progress("devices"))
-    mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
+    config, mesh, split = choose_mesh(config, files)
     phases.end("devices")
     if config.speculation.method == "mtp":
         _own_head(config, files, mesh)  # before the weights, which take minutes
@@ -380,7 +385,7 @@ def build_engine(
     _load_adapters(core, config, runner, group)
     _restore_pages(core, runner)
     discard = list if runner.store is None else runner.store.discard
-    info = engine_info(config, model, runner, times, phases.seconds, compiles.count, drafter)
+    info = engine_info(config, model, runner, times, phases.seconds, compiles.count, drafter, split)
     compiles.close()
     weights = DeviceWeights(runner, loaded.structure)
     if group is not None:
@@ -411,8 +416,72 @@ def _load_adapters(core: EngineCore, config: Config, runner: ModelRunner | Encod
 def _refuse_mesh(config: Config, group: Leader | None) -> None:
     if group is None and config.mesh.hosts > 1:
         raise ConfigError("mesh.hosts above 1 needs a server", fix="start jaxserve launch on each host")
+    refuse_data(config)
+
+
+def refuse_data(config: Config) -> None:
+    """Raise ConfigError if the configuration asks for a mesh with an axis of data."""
     if config.mesh.data > 1:
         raise ConfigError("mesh.data above 1 is not served yet", fix="set mesh.replicas, which serves more requests")
+
+
+def choose_mesh(config: Config, files: ModelFiles) -> tuple[Config, DeviceMesh, str]:
+    """Make the engine's mesh -> (the configuration with its numbers, the mesh, EngineInfo.split).
+
+    If mesh.tensor or mesh.expert is auto, it is the best mesh of this process's devices, see `SplitSearch.best`. The
+    room for a draft model or head is not counted. Raises ConfigError if the model does not fit. Its fix then names a
+    number of devices that would do.
+    """
+    mesh = configured_mesh(config.mesh)
+    if not config.mesh.is_auto:
+        return config, mesh, ""
+    planner, size = _to_plan(config, files, mesh)
+    count, platform = len(mesh.devices), mesh.platform
+    tensor, expert = (None if asked == "auto" else asked for asked in (config.mesh.tensor, config.mesh.expert))
+    if (given := tensor or expert or 1) > count:
+        name = "tensor" if expert is None else "expert"
+        raise ConfigError(f"mesh.{name} is {given}, and there are {count} of {platform}", fix=f"lower mesh.{name}")
+    search = SplitSearch(planner, size, tensor=tensor, expert=expert)
+    plan = search.best(count)
+    tokens, contexts = (0, 0.0) if isinstance(plan, ConfigError) else size.room(plan)
+    may_shrink = tokens > 0 and config.model.max_model_len is None
+    if isinstance(plan, ConfigError) or not (contexts >= 1 or may_shrink):
+        fewest = None if platform == "cpu" else search.fewest()  # the devices of a CPU share its memory
+        use = [f"use {fewest.num_devices} devices"] if fewest else []
+        if isinstance(plan, ConfigError):
+            raise type(plan)(str(plan), fix=use[0] if use else plan.fix)
+        others = "lower model.max_model_len", "set model.quantization", "or take a smaller model"
+        raise ConfigError(
+            f"{count} of {platform} with {size.num_bytes / 2**30:.1f} GiB each have room for {tokens} tokens beside "
+            f"the weights of {planner.config.architecture}, and a full context has {size.context}",
+            fix=", ".join([*use, *others]),
+        )
+    which = f"tensor {plan.tensor}, expert {plan.expert}: {plan.num_devices} of {count} devices"
+    split = f"{which}, the split with room for the most tokens ({tokens})"
+    logger.info("mesh: %s", split)
+    config = config.replace(mesh={"tensor": plan.tensor, "expert": plan.expert})
+    return config, configured_mesh(config.mesh), split
+
+
+def _to_plan(config: Config, files: ModelFiles, mesh: DeviceMesh) -> tuple[ShapePlanner, DeviceSize]:
+    """Return what plans the model, and what it is to fit, for `choose_mesh`. mesh: of all devices"""
+    model, dtype = read_model(config, files, mesh)
+    if model.bidirectional:
+        raise ConfigError(
+            "auto of mesh.tensor and mesh.expert is for models with a KV cache", fix="set both, or leave them out"
+        )
+    if config.model.load_format != "random":
+        model = open_weights(files, model, config.model.load_format).complete(model)
+    uncached = config.replace(runtime={"compile_cache": None})  # whose directory is checked, and told of, later
+    resolved = RunnerConfig.resolve(uncached, model, mesh.platform, jnp.dtype(model.activation_dtype))
+    memory = device_memory(mesh.devices) // len(mesh.devices)
+    if not memory:
+        raise ConfigError(
+            f"the devices of {mesh.platform} do not say how much memory they have",
+            fix="set mesh.tensor and mesh.expert",
+        )
+    size = DeviceSize(memory, resolved.max_model_len, resolved.max_num_seqs, resolved.memory_fraction)
+    return ShapePlanner(model, dtype, cache_dtype=resolved.cache_dtype, lora=resolved.lora), size
 
 
 def locate(config: Config) -> Path:

@@ -54,7 +54,12 @@ def resource_options(model: Mapping[str, Any], config: Config, kind: str) -> dic
     if model.get("runtime_env") is not None:
         actor.setdefault("runtime_env", model["runtime_env"])
     hosts = config.mesh.hosts
-    count, rest = divmod(config.mesh.tensor * config.mesh.expert, hosts)
+    if config.mesh.is_auto:
+        raise ConfigError(
+            "auto of mesh.tensor and mesh.expert does not work under Ray, which is asked for a number of devices",
+            fix="set both; jaxserve plan MODEL --mesh N shows the splits of N devices that fit",
+        )
+    count, rest = divmod(math.prod(config.mesh.split), hosts)
     if rest:
         raise ConfigError(
             f"mesh: {count * hosts + rest} devices on {hosts} hosts", fix="take the same number of each host"

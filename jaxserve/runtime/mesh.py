@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.config import MeshSection
 from jaxserve.errors import ConfigError
 from jaxserve.ops.moe import kernels_of
 from jaxserve.runtime.compilation.attention_sizes import has_triton
@@ -78,6 +79,14 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
     grid = np.array(devices[:count]).reshape(data, tensor, expert)
     mesh = Mesh(grid, AXES)
     return DeviceMesh(mesh, NamedSharding(mesh, PartitionSpec()))
+
+
+def configured_mesh(section: MeshSection) -> DeviceMesh:
+    """Make the mesh of a configuration; if it is auto, a mesh of all devices. Raises ConfigError as `make_mesh`."""
+    if section.is_auto:
+        return make_mesh(section.device, data=section.data, tensor=len(find_devices(section.device)))
+    tensor, expert = section.split
+    return make_mesh(section.device, data=section.data, tensor=tensor, expert=expert)
 
 
 def expert_kernels(name: str, mesh: DeviceMesh) -> Literal["auto", "xla", "triton", "tpu"]:

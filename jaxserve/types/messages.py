@@ -56,6 +56,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     attention: str  # the selected attention backend
     devices: list[str]
+    tensor: int = 1  # number of devices over which heads are split
+    expert: int = 1  # number of devices over which experts are split
+    split: str = ""  # why the devices are split so, for the operator; "": the configuration says it
     num_programs: int
     eos_token_ids: list[int]
     generation_defaults: dict[str, float | int]  # sampling defaults of generation_config.json

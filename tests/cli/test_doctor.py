@@ -162,6 +162,11 @@ def test_states_that_eat_the_cache_are_named(
     assert found.state == state and "and 2000 are" in found.text
 
 
+def test_the_split_that_auto_chooses_is_told() -> None:
+    told = [each.text for each in doctor_devices._model(Config.of(tensor="auto"), make_mesh("cpu"))]
+    assert told[0].startswith("mesh: tensor 1, expert 1: 1 of 1 devices, ") and "of weights" in told[1]
+
+
 def test_what_launch_refuses_of_a_model_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     state, text = of_model(monkeypatch, Config.of(max_model_len=9999999))
     assert state == "bad" and text.startswith("model.max_model_len is 9999999")

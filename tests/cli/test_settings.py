@@ -39,6 +39,12 @@ def test_one_key_has_several_spellings(flag: str) -> None:
     assert load_config([f"{flag}=9"], {}).scheduler.max_num_seqs == 9
 
 
+@pytest.mark.parametrize("flag", ["--mesh.tensor", "--tensor", "--tp", "--tensor-parallel-size", "--ep"])
+def test_a_mesh_may_be_auto(flag: str) -> None:
+    mesh = load_config([flag, "auto"], {}).mesh
+    assert (mesh.tensor, mesh.expert) == ("auto", "auto")
+
+
 def test_a_flag_alone_is_true_only_for_a_switch() -> None:
     assert load_config(["--log-requests", "--port", "1"], {}).logging.requests
     with pytest.raises(ConfigError, match="--port needs a value"):

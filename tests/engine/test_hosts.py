@@ -124,6 +124,7 @@ def test_only_a_loopback_leader_needs_no_key(tmp_path: Path) -> None:
     [
         ("mesh.replicas", {"mesh": HOSTS | {"replicas": 2}}),
         ("mesh.data", {"mesh": HOSTS | {"data": 2}}),
+        ("auto of mesh.tensor and mesh.expert", {"mesh": HOSTS | {"tensor": "auto"}}),
         ("models.served", {"models": {"served": [{"name": "a"}]}}),
         ("cache.host_memory", {"cache": {"host_memory": "1GiB"}}),
         ("speculation.method mtp", {"speculation": {"method": "mtp"}}),

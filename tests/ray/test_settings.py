@@ -156,6 +156,7 @@ def test_options_of_the_ingress() -> None:
         ({"placement_group_config": {"bundles": [{"GPU": 2}]}}, "has 2 GPU, and the mesh takes 1"),
         ({"placement_group_config": {"bundles": [{}] * 2}, "engine_kwargs": {"nnodes": 3}}, "2 bundles, .* is 3"),
         ({"engine_kwargs": {"nnodes": 2, "tp": 2, "cache": {"host_memory": "1GB"}}}, "cache.host_memory does not work"),
+        ({"engine_kwargs": {"tp": "auto"}}, "auto of mesh.tensor and mesh.expert does not work under Ray"),
         ({"engine_kwargs": {"node_rank": 1}}, "mesh.host_rank is not jaxserve's under Ray Serve"),
         ({"engine_kwargs": {"master_addr": "a"}}, "mesh.leader_address is not jaxserve's under Ray Serve"),
         ({"placement_group_config": {"bundles": [{"GPU": 1}], "strategy": "X"}}, "strategy must be one of"),

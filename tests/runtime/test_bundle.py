@@ -176,6 +176,10 @@ def test_what_no_start_could_use_is_not_made(tmp_path: Path, monkeypatch: pytest
     target = str(tmp_path / "b")
     with pytest.raises(ConfigError, match="a bundle is for one host"):
         compile_command(["-o", target, "--nnodes", "2", "--master-addr", "127.0.0.1"])
+    with pytest.raises(ConfigError, match=r"mesh\.data above 1 is not served"):
+        compile_command(["-o", target, "--mesh.data", "2"])
+    with pytest.raises(ConfigError, match="is for the devices of this machine"):
+        compile_command(["-o", target, "--target", "h200", "--tensor", "auto"])
     with pytest.raises(ConfigError, match="autotuning results are for a GPU"):
         make_bundle(Config.of(**LIMITS), tmp_path / "b", tuning="with some", progress=lambda *each: None)
     with pytest.raises(ConfigError, match="--save-autotuning is for a GPU"):

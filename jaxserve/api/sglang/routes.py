@@ -232,7 +232,7 @@ async def server_info(request: Request) -> Response:
             "context_length": info.max_model_len,
             "max_running_requests": info.max_num_seqs,
             "max_total_num_tokens": info.num_kv_tokens,
-            "tp_size": state.config.mesh.tensor,
+            "tp_size": info.tensor,
             "dp_size": state.config.mesh.replicas,
             "config": config,
             "engine": msgspec.to_builtins(info),

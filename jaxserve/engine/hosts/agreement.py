@@ -87,6 +87,11 @@ def check_hosts(config: Config) -> None:
             raise ConfigError(
                 f"{name} does not work together with mesh.hosts above 1", fix=f"leave {name} or mesh.hosts out"
             )
+    if config.mesh.is_auto:  # the hosts must have the same split, and each sees the memory of its own devices only
+        raise ConfigError(
+            "auto of mesh.tensor and mesh.expert does not work together with mesh.hosts above 1",
+            fix="set both; jaxserve plan MODEL --mesh N shows the splits of N devices that fit",
+        )
     group_key(config.mesh)
 
 

@@ -27,7 +27,7 @@ from jaxserve.models.checkpoint.safetensors_file import read_contents
 from jaxserve.models.checkpoint.sentence_files import is_embedder
 from jaxserve.models.checkpoint.weight_sources import NamedTensors, WeightSource, directory_source
 from jaxserve.runtime.memory import MemoryPlan
-from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.mesh import configured_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weights import DeviceWeights
 from jaxserve.transport.child import write
@@ -242,7 +242,7 @@ def _built(config: Config, end: FollowerEnd, send: Send, coordinator: str) -> Fo
     files = ModelFiles.open(locate(config))
     send(Progress("devices"))
     join_devices(coordinator, section.host_rank, section.hosts)
-    mesh = make_mesh(section.device, data=section.data, tensor=section.tensor, expert=section.expert)
+    mesh = configured_mesh(section)
     write_programs()
     send(Progress("weights", unit="bytes"))
     loaded = load(config, files, mesh, send)
