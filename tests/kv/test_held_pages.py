@@ -65,6 +65,19 @@ def test_pages_that_nobody_can_fetch_any_more_are_not_held(how: str) -> None:
     assert len(found["all"].token_ids) == 2
 
 
+def test_a_request_that_asks_for_no_hold_gets_none() -> None:
+    core = make_core(small_config())
+    run_all(core, [make_request("not held", range(17), max_tokens=1)])
+    assert core.scheduler.kv.held.nodes == []
+
+
+def test_integrity_sees_a_page_without_an_owner() -> None:
+    kv = KVManager(small_config())
+    kv.allocate(1)
+    with pytest.raises(AssertionError, match="page"):
+        kv.check_integrity([])
+
+
 def test_the_oldest_hold_makes_room() -> None:
     cache, nodes = cached([1, 2], [3, 4], [5, 6])
     held = HeldPages(cache, max_prefixes=2)

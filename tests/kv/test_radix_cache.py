@@ -172,6 +172,17 @@ def test_duplicates_are_merged_once_the_others_have_left() -> None:
     cache.check(node)
 
 
+def test_a_duplicate_behind_a_shared_page_stays_while_its_copy_is_in_use() -> None:
+    cache = Cache()
+    start = cache.hold([1, 2])
+    other = cache.hold([1, 2, 3, 4])
+    mine = [start.page_id, *cache.pool.allocate(1)]
+    node, duplicates = cache.radix.insert(start, [3, 4], mine[1:], 2)
+    assert cache.radix.merge_duplicates(node, mine, duplicates) == mine[1:] == duplicates
+    cache.radix.unlock(other)
+    assert cache.radix.merge_duplicates(node, mine, duplicates) == [] and node.page_ids == mine
+
+
 def test_a_hint_only_saves_the_walk() -> None:
     cache = Cache()
     cache.put([1, 2, 3, 4])

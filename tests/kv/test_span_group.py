@@ -113,6 +113,33 @@ def test_an_equal_prompt_is_a_hit(length: int) -> None:
     assert cached(core, prompt_of(length)) == (length - 1) // PAGE * PAGE
 
 
+def test_two_that_compute_one_prompt_at_once_use_their_own_windows() -> None:
+    """With log-probabilities of the prompt neither reads the other's pages, and the cache takes those of the first."""
+    core, transcripts = make_core(windowed()), Transcripts()
+    requests = [make_request(name, prompt_of(40), max_tokens=4, prompt_logprobs=0) for name in "ab"]
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        transcripts.take(core.step())
+        core.scheduler.check_integrity()
+    assert transcripts["a"].token_ids == transcripts["b"].token_ids == alone(prompt_of(40), requests[0].params)[0]
+
+
+def test_a_window_counts_the_same_whether_its_pages_are_cached_or_to_be_loaded() -> None:
+    core = make_core(windowed())
+    cached(core, prompt_of(40))
+    core.add(make_request("next", prompt_of(40), max_tokens=9))
+    request, spans = core.scheduler.find("next"), group(core)
+    assert request is not None
+    node = core.scheduler.kv.match(request)
+    assert (node.depth, len(spans.cached.path(node)), spans.span.decoding) == (9, 3, 5)
+    assert spans.num_to_grow(request, node) == 5 - 3 - 1
+    while spans.cached.num_evictable:
+        assert spans.num_new_with(request, node, 9) == 3 + 1
+        spans.cached.evict(1)
+    assert spans.num_new_with(request, node, 9) == 3 + 1
+
+
 def test_a_common_beginning_is_a_hit_while_its_window_is_there() -> None:
     core = make_core(windowed())
     stem = prompt_of(40)

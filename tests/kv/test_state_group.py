@@ -85,6 +85,14 @@ def test_a_prompt_that_ends_at_a_border_keeps_the_state_before_it() -> None:
         assert [computed(core, words(64), name, max_tokens=2) for name in "abc"] == [64, 8, 8]
 
 
+def test_states_and_pages_of_windows_are_counted_apart() -> None:
+    core = core_of(window=10, num_window_pages=64)
+    core.add(make_request("running", words(20), max_tokens=4))
+    core.step()
+    stats = core.scheduler.stats()
+    assert (stats.group_pages_used, stats.num_state_pages_used) == ([5], 2), "its own state, and the one at 16 tokens"
+
+
 DRAFTS = 5
 CONVERSATION = 20 + BORDER + INTERVAL  # what a turn may compute: its new tokens, and what was written since a state
 
