@@ -362,6 +362,19 @@ def test_nobody_is_retracted_while_pages_are_about_to_come_free() -> None:
     assert core.scheduler.counters.retractions == 0
 
 
+def test_no_more_are_retracted_than_the_pages_that_they_leave_and_no_longer_want() -> None:
+    """Four share two pages, own one each and want one more, of which one is free: two retractions are enough."""
+    core = make_core(small_config(num_pages=7, max_model_len=28, new_token_ratio=0.01), eos_token_ids=(1000,))
+    shared = prompt_of(8)
+    run_all(core, [make_request("shared", [*shared, 9], max_tokens=1)])
+    for i in range(4):
+        core.add(make_request(f"r{i}", [*shared, 20 + i, 30, 31], max_tokens=6))
+    counters = core.scheduler.counters
+    while not counters.retractions:
+        core.step()
+    assert (counters.admissions, counters.retractions) == (5, 2)
+
+
 def test_a_retracted_request_comes_back_before_those_that_wait() -> None:
     core, recorder = recording_core((1000,), num_pages=8, max_model_len=32, new_token_ratio=0.01, max_num_seqs=2)
     names = "abcd"

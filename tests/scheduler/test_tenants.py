@@ -1,11 +1,14 @@
 """Fair sharing between tenants: one that floods the server delays another one by two steps at most."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from jaxserve.engine.core import EngineCore
+from jaxserve.scheduler.tenants import TenantShares
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, SamplingParams, Tenant
+from jaxserve.types.step import Request, ScheduledRow
 from tests.fakes import VOCAB, Transcripts, alone, make_core, make_request, small_config
 
 POLICIES = ("fcfs", "lpm", "priority")
@@ -221,6 +224,27 @@ def test_tokens_are_those_of_each_request_alone(seed: int) -> None:
         step(core, transcripts)
     for name, request in asked.items():
         assert transcripts[name].token_ids == alone(request.prompt_token_ids, request.params)[0], name
+
+
+def test_a_claim_takes_what_is_beyond_a_share_and_never_the_last_request() -> None:
+    def request_of(tenant: Tenant, page_ids: Sequence[int] = ()) -> Request:
+        request = Request("", [0] * 10, SamplingParams(), arrival=0.0, seed=0, max_tokens=1)
+        request.tenant, request.page_ids = tenant, [*page_ids]
+        return request
+
+    shares = TenantShares(num_slots=4, num_pages=64, quantum=32)
+    waiting = request_of(LIGHT)
+    running = [request_of(FLOOD, [1]), request_of(FLOOD, [2]), request_of(Tenant("third"), [3])]
+    for request in (waiting, *running):
+        shares.add(request)
+    claim = shares.claim(waiting, running, page_size=4)
+    assert claim is not None
+    assert not claim.take(running[2]), "a quarter of the slots is less than a third"
+    assert claim.take(running[0]), "half of them is more"
+    assert not claim.take(running[1])
+    shares.charge([ScheduledRow("", 0, 0, 64, False, [], 0, [])], [waiting])
+    claim = shares.claim(waiting, running, page_size=4)
+    assert claim is not None and not claim.take(running[0]), "the tenant that waits was served more"
 
 
 def test_parameters_are_checked() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.scheduler.tenants import TenantShares
 from jaxserve.scheduler.waiting_queue import WINDOW, WaitingQueue
-from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams, Tenant
 from jaxserve.types.step import Request, RequestStatus
 from tests.fakes import small_config
 
@@ -187,3 +187,23 @@ def test_what_has_started_or_ended_is_forgotten() -> None:
         waiting.remove(one)
         one.status = RequestStatus.FINISHED
     assert len(waiting._aging._online._heap) <= 1025
+
+
+def test_the_oldest_ages_first_after_others_were_forgotten() -> None:
+    waiting = queue("priority", aging_steps=100)
+    requests = [request(str(step), queued_step=step) for step in reversed(range(1024))]
+    for one in requests:
+        waiting.push(one)
+    for one in requests[-20:]:
+        waiting.remove(one)
+        one.status = RequestStatus.FINISHED
+    waiting.push(request("last", queued_step=1024))
+    waiting.age(120)
+    assert [one.request_id for one in requests if one.aged] == ["20"]
+
+
+def test_a_tenant_of_twice_the_weight_starts_two_requests_for_one() -> None:
+    requests = [request(name) for name in "abABCD"]
+    for one in requests:
+        one.tenant = Tenant("heavy", weight=2.0) if one.request_id.isupper() else Tenant("light")
+    assert order(queue("fcfs", *requests)) == "aABbCD"
