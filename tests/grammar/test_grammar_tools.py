@@ -191,6 +191,7 @@ def test_a_function_that_lists_no_parameters_has_none(factory: MatcherFactory, t
 def test_auto_without_strict_tools_is_free() -> None:
     loose = GrammarTool("f", {"type": "object"})
     assert tool_grammar(CallModel("hermes"), [loose], required=False) is None
+    assert tool_grammar(CallModel("hermes"), [loose, NOW], required=False) is not None, "one of them is strict"
     assert tool_grammar(CallModel("hermes"), [loose], required=False, parallel=False) is not None
     with pytest.raises(InvalidSchemaError):
         tool_grammar(CallModel("hermes"), [], required=True)

@@ -139,3 +139,10 @@ def test_keywords_that_forbid_something_stay_refused(tokenizer: Tokenizer, schem
     backend = build_tokenizer(tokenizer.to_json(), 320, list(tokenizer.eos_token_ids))
     with pytest.raises(InvalidSchemaError):
         compile_grammar(backend, schema_spec(schema))
+
+
+def test_a_schema_is_closed_as_deep_as_one_may_be() -> None:
+    deepest = json.loads(nested(64))
+    assert closed(deepest) == deepest
+    with pytest.raises(InvalidSchemaError, match="deeper than 64"):
+        closed(json.loads(nested(65)))
