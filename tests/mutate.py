@@ -49,7 +49,7 @@ STALL = 60  # seconds without work, after which a test is stuck
 UNPLANTED = "not planted:"
 MEMORY = 4 << 30  # bytes for a mutant, beside what the tests' imports take
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
@@ -122,7 +122,7 @@ def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
             yield body
 
 
-def _changes(node: ast.AST, line: int) -> Iterator[tuple[int, ast.AST, Change]]:
+def _changes(node: ast.AST, line: int) -> Iterator[tuple[int, Any, Change]]:
     """All changes in `node`, each with the line of its statement, and its own node.
 
     Without annotations, decorators, and the words of logs and errors.
@@ -145,7 +145,7 @@ def _changes(node: ast.AST, line: int) -> Iterator[tuple[int, ast.AST, Change]]:
                     yield from _changes(each, line)
 
 
-def sites(tree: ast.AST) -> Iterator[tuple[Function, int, ast.AST, Change]]:
+def sites(tree: ast.AST) -> Iterator[tuple[Function, int, Any, Change]]:
     """All changes of the functions of `tree` in a fixed order, with their outermost functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function):
