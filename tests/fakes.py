@@ -8,6 +8,7 @@ the host changes after dispatch shows as well.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,8 +68,8 @@ def masked_next_token(context: Sequence[int] | np.ndarray, seed: int, mask: np.n
 
 
 def seed_of(params: SamplingParams, adapter: str = "") -> int:
-    """What makes one request's tokens differ from another's of the same prompt. adapter: a number, "" for none"""
-    return ((params.seed or 0) if params.temperature else 0) + int(adapter or 0)
+    """What makes one request's tokens differ from another's of the same prompt. adapter: its digest, "" for none"""
+    return ((params.seed or 0) if params.temperature else 0) + zlib.crc32(adapter.encode())
 
 
 def seen_prompt(request: EngineRequest) -> list[int]:
@@ -542,7 +543,7 @@ class FakeRunner:
 
     def _sample(self, slot: FakeSlot, mask: np.ndarray | None) -> int:
         adapter = self.adapters[slot.init.adapter] if slot.init.adapter >= 0 else ""
-        seed = (slot.init.seed if slot.init.params.temperature else 0) + int(adapter or 0)
+        seed = (slot.init.seed if slot.init.params.temperature else 0) + zlib.crc32(adapter.encode())
         return masked_next_token(self._context(slot), seed, mask)
 
     def _logprobs(self, tokens: np.ndarray) -> Arrays:
