@@ -18,7 +18,6 @@ import functools
 import itertools
 import logging
 import random
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,7 +255,6 @@ class BatchSettings:
 
     known_model: returns whether a model name is served
     ready: returns whether the engine accepts requests now
-    clock: returns Unix seconds
     """
 
     known_model: Callable[[str], bool]
@@ -264,7 +262,6 @@ class BatchSettings:
     max_line_bytes: int
     max_lines: int = MAX_LINES
     max_running: int = 8  # batches that may have requests in flight at once; other batches wait
-    clock: Callable[[], float] = time.time
     tick: float = 1.0  # seconds between checks of the deadline
     retry_delay: float = 1.0  # seconds before a failed write or request is retried; doubles each time
 
@@ -343,7 +340,7 @@ class BatchJob:
             await self._publish(batch, target=BatchStatus.EXPIRED)
 
     def _expired(self, batch: BatchRecord) -> bool:
-        return self._settings.clock() >= batch.expires_at
+        return self._store.now() >= batch.expires_at
 
     async def _run_requests(self, batch: BatchRecord) -> bool:
         """Run the remaining batch requests; return whether all have finished. Finished results are durable."""

@@ -103,7 +103,6 @@ class Bench:
             ready=lambda: self.ready,
             max_line_bytes=self.max_line_bytes,
             max_running=self.max_running,
-            clock=lambda: self.now,
             tick=0.01,
             retry_delay=0.01,
         )
