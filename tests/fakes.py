@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the runtime imports jax, which most tests with a fake devic
 
 VOCAB = 97
 PLACEHOLDER = 96  # of the pictures
+FIRST_ROW = 2**32  # the first number that stands for a picture's row; a tokenizer may have ids beyond VOCAB
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # log-probabilities, ranks, top ids, theirs
 
 EMPTY = -1  # of an offset in a page that was never written
@@ -81,7 +82,7 @@ def seen_prompt(request: EngineRequest) -> list[int]:
 
 
 def rows_of(picture: Picture) -> list[int]:
-    first = VOCAB + int.from_bytes(picture.digest[:3], "big") * 100
+    first = FIRST_ROW + int.from_bytes(picture.digest[:3], "big") * 100
     return list(range(first, first + picture.num_tokens))
 
 
@@ -496,7 +497,7 @@ class FakeRunner:
             return []
         if row.token_ids and nan_from is None:
             context = self._context(slot).tolist()
-            assert [PLACEHOLDER if token >= VOCAB else token for token in context] == slot.init.token_ids
+            assert [PLACEHOLDER if token >= FIRST_ROW else token for token in context] == slot.init.token_ids
         new = [self._sample(slot, None if masks is None else masks[0])]
         right = True
         for i, draft in enumerate(row.drafts, start=1):
