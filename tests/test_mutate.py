@@ -2,6 +2,8 @@
 
 import ast
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -40,6 +42,12 @@ def test_every_change_is_another_program() -> None:
 
 
 def test_a_mutant_is_in_a_process_of_its_own() -> None:
+    """Forked from a process without jax's threads, in which no other test has imported a module twice."""
+    done = subprocess.run([sys.executable, "-m", "tests.test_mutate"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def main() -> None:
     (mutant,) = (each for each in mutants("kv") if "page_pool" in each.name and "return len(self._free)" in each.name)
 
     def planted() -> int:
@@ -49,3 +57,7 @@ def test_a_mutant_is_in_a_process_of_its_own() -> None:
     assert child(planted) is None and PagePool(3).num_free == 3
     with pytest.raises(ChildProcessError, match="crash"):
         child(lambda: os._exit(1))
+
+
+if __name__ == "__main__":
+    main()
