@@ -25,7 +25,7 @@ from jaxserve.api.encryption import Encryption, encryption_key
 from jaxserve.api.keys import Caller, KeyRing, KeyUsages
 from jaxserve.api.process_group import Peers, ProcessGroup, SessionsInMainProcess
 from jaxserve.api.sessions import Sessions
-from jaxserve.api.unread import UnreadStreams
+from jaxserve.api.unread_streams import UnreadStreams
 from jaxserve.api.work_pool import SizedPools, TextEncoder, TextWork, TokenTexts, Waiting, WorkPool
 from jaxserve.client.async_engine import AbortSignal, GenerateOptions
 from jaxserve.client.replicas import ReplicaState

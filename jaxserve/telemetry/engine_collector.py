@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.client.replicas import ReplicaState
 from jaxserve.scheduler.scheduler_stats import STEP_SIZES
-from jaxserve.telemetry.names import aliases, histograms, text_of
+from jaxserve.telemetry.vllm_names import aliases, histograms, text_of
 from jaxserve.types.messages import EngineInfo, EngineStats
 from jaxserve.types.step import DraftCounters
 

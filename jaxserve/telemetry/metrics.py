@@ -20,7 +20,7 @@ from prometheus_client.samples import Sample
 
 from jaxserve.errors import HTTPError, QueueFullError
 from jaxserve.telemetry.engine_collector import EngineCollector, EngineReading
-from jaxserve.telemetry.names import all_names, histograms, text_of
+from jaxserve.telemetry.vllm_names import all_names, histograms, text_of
 from jaxserve.text.detokenizer import RequestOutput
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 

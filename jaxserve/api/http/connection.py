@@ -18,7 +18,7 @@ import orjson
 from uvicorn._types import ASGI3Application, ASGISendCallable, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jaxserve.api.unread import ClientPace
+from jaxserve.api.unread_streams import ClientPace
 from jaxserve.config import ServerSection
 
 

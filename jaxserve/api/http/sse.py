@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.api.http.errors import NDJSON, OPENAI, ApiFamily, ClientDisconnected, as_http_error, family_of
 from jaxserve.api.state import ServerState
-from jaxserve.api.unread import ClientPace
+from jaxserve.api.unread_streams import ClientPace
 from jaxserve.errors import HTTPError
 
 T = TypeVar("T")

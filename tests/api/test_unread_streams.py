@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.unread import STREAMS_IN_TOTAL, UnreadStreams
+from jaxserve.api.unread_streams import STREAMS_IN_TOTAL, UnreadStreams
 from jaxserve.config import Config
 from jaxserve.errors import SlowReaderError
 from tests.waiting import LAST_RESORT, wait_until
