@@ -55,8 +55,9 @@ from jaxserve.types.messages import (
     RequestRefused,
     WaitingRequest,
 )
+from jaxserve.types.page_keys import namespace_of
 from jaxserve.types.picture import Picture
-from jaxserve.types.sampling import EngineRequest, SamplingParams, Tenant, namespace_of, request_seed, siblings
+from jaxserve.types.sampling import EngineRequest, SamplingParams, Tenant, request_seed, siblings
 from jaxserve.types.step import FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -352,10 +353,11 @@ class AsyncEngine:
         for sequence in sequences:
             self._live.add(sequence)
         self._replicas.place(sequences, message)
-        if not thinks_too_long:
+        if thinks_too_long:
+            for sequence in sequences:
+                self._end_thinking(sequence)
+        else:
             self._replicas.send(sequences, message)
-        for sequence in sequences if thinks_too_long else ():
-            self._end_thinking(sequence)
         return sequences
 
     def _check_accepts(self, request: EngineRequest, n: int, num_prompt_tokens: int, *, is_accepted: bool) -> None:

@@ -42,8 +42,9 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.calls import Mode
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
+from jaxserve.types.page_keys import namespace_of
 from jaxserve.types.picture import Picture
-from jaxserve.types.sampling import EngineRequest, SamplingParams, namespace_of, request_seed, siblings
+from jaxserve.types.sampling import EngineRequest, SamplingParams, request_seed, siblings
 from jaxserve.types.step import FIRST_VERSION, FinishReason, TokenLogprobs, TokenOutput, joined_versions
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,6 @@
-"""Keys of the pages of a prompt, by which the engines and the router name cached prefixes to each other.
+"""Namespaces of the prefix cache, and keys of a prompt's pages, by which engines and router name cached prefixes.
+
+Requests share cached pages only within a namespace: of an adapter, and of the salt and the key that clients give.
 
 The key of a page is a digest of the namespace and of all tokens up to the page's end. So one key names a whole prefix,
 and no tokens are sent. Two prefixes with the same key, one in 2**64, cost a wrong choice of the router and no more.
@@ -23,6 +25,21 @@ class PageEvents(msgspec.Struct, frozen=True, array_like=True):
 
     added: bytes = b""
     removed: bytes = b""
+
+
+def salt_of(cache_salt: str | None, extra_key: str | None) -> str:
+    """Join the two fields by which clients keep their cached prefixes apart. Pairs that differ have different salts."""
+    if not (cache_salt and extra_key):
+        return f":{cache_salt or extra_key}" if cache_salt or extra_key else ""
+    return f"{len(cache_salt)}:{cache_salt}{extra_key}"
+
+
+def namespace_of(adapter: str, salt: str) -> str:
+    """Return the namespace for the digest of an adapter, "" for none, and a salt.
+
+    Clients choose salts, so one may look like the namespace of an adapter.
+    """
+    return f"{adapter}\0{salt}" if adapter or "\0" in salt else salt
 
 
 def root_key(namespace: str) -> bytes:

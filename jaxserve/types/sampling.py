@@ -312,14 +312,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pictures: tuple[Picture, ...] = ()  # of the prompt, in its order
 
 
-def namespace_of(adapter: str, salt: str) -> str:
-    """Return the namespace of the prefix cache for an adapter's digest, "" for none, and a salt.
-
-    Clients choose salts, so one may look like the namespace of an adapter.
-    """
-    return f"{adapter}\0{salt}" if adapter or "\0" in salt else salt
-
-
 MAX_SEED = 2**63 - 1
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.speculation.device import DeviceDrafts
+from jaxserve.types.page_keys import namespace_of
 from jaxserve.types.picture import Picture
-from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams, namespace_of
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduling import GroupSizes, Reach, SchedulerConfig, StateSizes, StepTimes, TowerLimits
 from jaxserve.types.step import FinishReason, SchedulerOutput
 from tests.fake_grammar import CountingMatcher, HandExecutor

@@ -16,7 +16,8 @@ from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.saved_programs.bundle import MANIFEST
 from jaxserve.runtime.saved_programs.target import make_target
-from jaxserve.types.sampling import EngineRequest, SamplingParams, namespace_of
+from jaxserve.types.page_keys import namespace_of
+from jaxserve.types.sampling import EngineRequest, SamplingParams
 from tests.models.lora import peft_config, peft_tensors, random_pairs
 from tests.quick import quick_programs
 

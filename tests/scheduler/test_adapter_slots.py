@@ -10,7 +10,8 @@ import pytest
 
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ModelNotFoundError
-from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, namespace_of
+from jaxserve.types.page_keys import namespace_of
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
 from tests.fakes import Transcripts, make_request, run_all
 from tests.scheduler.test_scheduler import Recorder, prompt_of, recording_core, step
 

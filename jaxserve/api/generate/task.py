@@ -1,4 +1,4 @@
-"""Describe the task of a generating route without any API's field names, and read the fields that bodies share.
+"""The task of a generating route, which has no API's field names, and the readers of the fields that bodies share.
 
     body -> task (the slice's task.py) -> engine work (planner.py) -> outputs -> wire (the slice's answer.py)
 
@@ -35,6 +35,7 @@ from jaxserve.text.stop import StopPatterns
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import MAX_CANDIDATES, HiddenStates
 from jaxserve.types.messages import EngineInfo
+from jaxserve.types.page_keys import salt_of
 from jaxserve.types.sampling import GrammarSpec, SamplingParams, grammar_spec
 
 Constraint = tuple[GrammarSpec, str]  # the grammar, and the field that it came from
@@ -490,12 +491,12 @@ def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str
     return prompts
 
 
-def request_options(body: SamplingFields, prefix: str) -> RequestOptions:
-    """Return the id, priority, namespace, interval and replica of a request. prefix: prefix of an id made here"""
+def request_options(body: SamplingFields, id_prefix: str) -> RequestOptions:
+    """Return the id, priority, namespace, interval and replica of a request. id_prefix: of an id that is made here"""
     return RequestOptions(
-        request_id=new_id(prefix, body.request_id or body.rid),
+        request_id=new_id(id_prefix, body.request_id or body.rid),
         priority=body.priority or 0,
-        cache_salt=prefix_namespace(body.cache_salt, body.extra_key),
+        cache_salt=salt_of(body.cache_salt, body.extra_key),
         interval=body.stream_interval or 1,
         replica=named_replica(body.data_parallel_rank, body.routed_dp_rank),
     )
@@ -510,13 +511,6 @@ def named_replica(rank: int | None, routed: int | None) -> int | None:
 
 def new_id(prefix: str, given: str | None = None) -> str:
     return given or f"{prefix}-{uuid.uuid4().hex}"
-
-
-def prefix_namespace(salt: str | None, key: str | None) -> str:
-    """Return the key of the prefix cache's namespace. Requests share it if `cache_salt` and `extra_key` are equal."""
-    if not (salt and key):
-        return f":{salt or key}" if salt or key else ""
-    return f"{len(salt)}:{salt}{key}"
 
 
 def truncation(body: SamplingFields) -> Truncation:

@@ -18,7 +18,7 @@ from jaxserve.api.answers import Embeddings
 from jaxserve.api.fields import Body
 from jaxserve.api.generate.generation import Generation, PromptTask, embeddings
 from jaxserve.api.generate.planner import TextCut, whole_text
-from jaxserve.api.generate.task import RequestOptions, as_prompts, new_id, prefix_namespace
+from jaxserve.api.generate.task import RequestOptions, as_prompts, new_id
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import until_disconnect
@@ -29,6 +29,7 @@ from jaxserve.api.openapi import documented
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.types.messages import EngineInfo
+from jaxserve.types.page_keys import salt_of
 from jaxserve.types.sampling import EMBED
 
 
@@ -90,7 +91,7 @@ async def answer_embeddings(body: EmbeddingRequest, state: ServerState, caller: 
     tasks = [PromptTask(await whole_text(text, how, state), EMBED) for text in texts]
     request_id = new_id("embd", body.request_id or body.rid)
     options = RequestOptions(
-        request_id=request_id, priority=body.priority or 0, cache_salt=prefix_namespace(body.cache_salt, None)
+        request_id=request_id, priority=body.priority or 0, cache_salt=salt_of(body.cache_salt, None)
     )
     options = options.for_adapter(state.adapter_digest(model))
     at_once = 2 * state.engine.info.max_num_seqs  # the texts of a step, and the texts that wait for the next step

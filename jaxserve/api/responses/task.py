@@ -25,7 +25,6 @@ from jaxserve.api.generate.task import (
     Constraint,
     RequestOptions,
     constraint,
-    prefix_namespace,
     sampling_params,
     thinking,
     thinking_effort,
@@ -57,6 +56,7 @@ from jaxserve.api.state import ServerState
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.grammar.tools import GrammarTool
 from jaxserve.grammar.translate import schema_spec
+from jaxserve.types.page_keys import salt_of
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
 _SKIPPED = frozenset(
@@ -590,7 +590,7 @@ async def responses_task(
     request = RequestOptions(
         request_id=body.request_id or name.id,
         priority=body.priority or 0,
-        cache_salt=prefix_namespace(body.cache_salt, None),
+        cache_salt=salt_of(body.cache_salt, None),
     )
     return ResponsesTask(
         prompt=prompt,

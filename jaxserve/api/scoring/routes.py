@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from jaxserve.api.generate.generation import Generation, PromptTask, Usage, embeddings, half_of_rows
 from jaxserve.api.generate.planner import TextCut, whole_text
-from jaxserve.api.generate.task import RequestOptions, as_prompts, new_id, prefix_namespace
+from jaxserve.api.generate.task import RequestOptions, as_prompts, new_id
 from jaxserve.api.generate.wire import json_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import until_disconnect
@@ -37,6 +37,7 @@ from jaxserve.api.scoring.task import check_keep, decision_task, rerank_task, sc
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.messages import EngineInfo
+from jaxserve.types.page_keys import salt_of
 from jaxserve.types.sampling import EMBED
 
 router = APIRouter()
@@ -169,7 +170,7 @@ async def create_decision(request: Request) -> Response:
     body = await read_body(request, DecisionRequest)
     model = state.check_generates(body.model)
     task = await state.encoder.run(lambda: decision_task(body), body.size)
-    salt = prefix_namespace(None, body.prompt_cache_key)
+    salt = salt_of(None, body.prompt_cache_key)
     options = RequestOptions(request_id=new_id("decision"), cache_salt=salt, adapter=state.adapter_digest(model))
     work = Decider(state, caller_of(request), options).probabilities(task)
     found, generation = await until_disconnect(request, work)

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 import orjson
 
-from jaxserve.api.generate.task import RequestOptions, new_id, prefix_namespace
+from jaxserve.api.generate.task import RequestOptions, new_id
 from jaxserve.api.scoring.protocol import (
     MAX_BYTES_OF_JSON,
     MAX_LEVELS_OF_JSON,
@@ -23,6 +23,7 @@ from jaxserve.api.scoring.protocol import (
     ScoringFields,
 )
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+from jaxserve.types.page_keys import salt_of
 
 _NAMES = (("queries", "text_1", "data_1"), ("documents", "text_2", "data_2"))
 
@@ -71,7 +72,7 @@ def scoring_options(body: ScoringFields, prefix: str) -> RequestOptions:
     return RequestOptions(
         request_id=new_id(prefix, body.request_id or body.rid),
         priority=body.priority or 0,
-        cache_salt=prefix_namespace(body.cache_salt, None),
+        cache_salt=salt_of(body.cache_salt, None),
     )
 
 

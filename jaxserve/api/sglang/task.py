@@ -16,7 +16,6 @@ from jaxserve.api.generate.task import (
     named_replica,
     native_params,
     new_id,
-    prefix_namespace,
     spread,
     with_hidden_states,
     with_logprob_ids,
@@ -29,6 +28,7 @@ from jaxserve.api.state import ServerState
 from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.extras import HiddenStates
+from jaxserve.types.page_keys import salt_of
 from jaxserve.types.sampling import SamplingParams
 
 _HIDDEN: dict[bool | str, HiddenStates] = {False: "", True: "all", "last": "last"}
@@ -133,7 +133,7 @@ def _request(body: GenerateRequest, sampling: list[NativeSampling]) -> RequestOp
     return RequestOptions(
         request_id=new_id("gen", rid),
         priority=body.priority or 0,
-        cache_salt=prefix_namespace(None, keys.pop()),
+        cache_salt=salt_of(None, keys.pop()),
         interval=min(each.stream_interval or 1 for each in sampling),
         replica=named_replica(body.data_parallel_rank, body.routed_dp_rank),
     )
