@@ -1,7 +1,7 @@
 """The prefix cache: a tree of full KV pages, keyed by the tokens that they hold. No jax, no requests.
 
 One node is one page. The children of a node are keyed by the next page's tokens, so a node identifies the whole prefix
-from the root to it. Each namespace (made of cache_salt and extra_key) has its own root and shares no pages with others.
+from the root to it. Each namespace (types/page_keys.py) has its own root and shares no pages with others.
 
     match_prefix -> node      the longest cached prefix; changes nothing
     lock / unlock             a request uses the path: none of its pages may be evicted
@@ -134,7 +134,7 @@ class RadixCache:
         above: Node | None = node
         while above is not None:
             if above.num_locks == 0:
-                self._leave_lru(above)
+                self._first_lock(above)
             above.num_locks += 1
             above = above.parent
 
@@ -146,16 +146,16 @@ class RadixCache:
             above.num_locks -= 1
             if above.num_locks == 0:
                 above.last_used = now
-                self._join_lru(above)
+                self._last_unlock(above)
             above = above.parent
 
-    def _leave_lru(self, node: Node) -> None:
+    def _first_lock(self, node: Node) -> None:
         if node.parent is None:
             self._roots.setdefault(str(node.key), node)
         else:
             self.num_evictable -= 1
 
-    def _join_lru(self, node: Node) -> None:
+    def _last_unlock(self, node: Node) -> None:
         if node.parent is None:
             self._forget_root(node)
         elif not node.alive:
@@ -193,7 +193,7 @@ class RadixCache:
             elif child.num_locks:
                 duplicates.append(page_ids[i])
             else:
-                self._leave_lru(child)
+                self._first_lock(child)
                 self._swap(child, page_ids[i])
             child.num_locks += 1
             node = child

@@ -199,9 +199,10 @@ class GroupSizes:
 
 
 STATE_EMITS = 4  # states that a step may keep for the prefix cache, of each row
-# A slot's entries for its recurrent state: page to read, page to write, number of tokens in the state that is read,
-# then (position, page) of each state to keep.
-STATE_COLUMNS = 3 + 2 * STATE_EMITS
+# A slot's entries for its recurrent state. The head: page to read, page to write, number of tokens in the state that is
+# read. Then (position, page) of each state to keep.
+STATE_HEAD = 3
+STATE_COLUMNS = STATE_HEAD + 2 * STATE_EMITS
 
 
 @dataclass(frozen=True, slots=True)

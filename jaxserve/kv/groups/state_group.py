@@ -22,14 +22,13 @@ write there.
 
 Which states are kept, at multiples of `border`:
 
-    of a prompt   the last one before its end, for siblings, retries and the next turn; the junction, which is the last
-                  one where pages were found and no state (the tokens after it differ from the earlier request's, as the
-                  next request's will); multiples of `interval`, so that a prompt with the same beginning, seen for the
-                  second time, computes at most `interval` of it again
-    of an output  the last multiple of `interval`. Its page may be the least recently used cached one: who wrote last is
-                  likelier to come back than who has not for the longest time (`_num_spared`)
-
-(The junction is of Marconi, https://arxiv.org/abs/2411.19379.)
+    last border   of a prompt: the last one before its end, for siblings, retries and the next turn
+    junction      of a prompt: the last one up to which pages were found, but no state. An earlier request had other
+                  tokens after it, and so may the next one (Marconi, https://arxiv.org/abs/2411.19379)
+    intervals     of a prompt: multiples of `interval`. The second prompt with the same beginning computes at most
+                  `interval` of it again
+    output        the last multiple of `interval`. Its page may be the least recently used cached one, because the
+                  newest conversation is likelier to go on than the oldest (`_num_spared`)
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from dataclasses import dataclass, field
 from jaxserve.kv.groups.cached_pages import CachedPages
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node
-from jaxserve.types.scheduling import STATE_EMITS, StateSizes
+from jaxserve.types.scheduling import STATE_EMITS, STATE_HEAD, StateSizes
 from jaxserve.types.step import Request, TableUpdate
 
 _NEVER = 2**62
@@ -186,7 +185,7 @@ class StateGroup:
         if held.is_new:
             read = self.num_pages if held.read is None else self.cached.page_of(held.read)
             state, held.is_new = [read, held.own, held.begin], False
-        return self._update(request, 3 - len(state), [*state, *self._listed(held)])
+        return self._update(request, STATE_HEAD - len(state), [*state, *self._listed(held)])
 
     def _listed(self, held: StatePages) -> list[int]:
         return [number for entry in held.entries for number in (entry or (0, self.num_pages))]
@@ -217,7 +216,7 @@ class StateGroup:
         held.entries = [(position, page)] + [None] * (STATE_EMITS - 1)
         held.pending.append((position, page))
         held.due = position + 1 + self._max_drafts
-        return self._update(request, 3, self._listed(held))
+        return self._update(request, STATE_HEAD, self._listed(held))
 
     def _is_written(self, request: Request, position: int, num_tokens: int) -> bool:
         """Return whether the rows of the first `num_tokens` tokens, which were read, have surely written that state.
@@ -232,7 +231,7 @@ class StateGroup:
     def commit(self, request: Request, node: Node, depth: int, num_tokens: int) -> None:
         """Give the cache the states that the rows of the first `num_tokens` tokens have written.
 
-        node: of the last page that the cache has of the request
+        node: of the last page that the cache has of the request. depth: not needed, as `pending` has the positions
         """
         held: StatePages = request.holdings[self.index]
         self._unlock(held)
