@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 2**20
 CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pages take this or as much as the weights, whichever is more
-_REACH = 2**31  # array elements that a signed 32-bit offset reaches
+_ADDRESSABLE = 2**31  # array elements that a signed 32-bit offset reaches
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Sizes:
     """The inputs of the plan. Bytes are over all devices; the fields are MemoryPlan's.
 
     groups: the span of each layer group from 1 on, and the bytes of one page in all its layers.
-    reached: bytes of one page in a layer of each group on a device, if `within_reach` limits them, else 0; (): no limit
+    reached: bytes of one page in a layer of each group on a device, if `addressable` limits them, else 0; (): no limit
     """
 
     weight_bytes: int
@@ -231,21 +231,21 @@ def _check_groups(sizes: Sizes, of_groups: Sequence[int], longest: int) -> None:
             )
 
 
-def within_reach(count: int, size: int) -> int:
+def addressable(count: int, size: int) -> int:
     """Return how many of `count` pieces of `size` bytes a Triton kernel may read as one array of one-byte elements.
 
     Up to 4 GiB Pallas makes Triton's offsets of 32 bits, which have a sign, and above of 64 bits. Between 2 and 4 GiB
     the elements beyond 2 GiB would be read from before the array. An array of wider elements has at most 2**31 of them.
     """
-    return _REACH // size if _REACH < count * size <= 2 * _REACH else count
+    return _ADDRESSABLE // size if _ADDRESSABLE < count * size <= 2 * _ADDRESSABLE else count
 
 
 def check_weight(name: str, size: int) -> None:
     """Raise ConfigError if a Triton kernel would read only a part of a weight of `size` one-byte values on a device.
 
-    See `within_reach`.
+    See `addressable`.
     """
-    if within_reach(size, 1) < size:
+    if addressable(size, 1) < size:
         raise ConfigError(
             f"{name} has {size / 2**30:.2f} GiB on a device, and the Triton kernels read at most 2 GiB of a "
             "weight in 8 or 4 bits, or more than 4",
@@ -255,10 +255,11 @@ def check_weight(name: str, size: int) -> None:
 
 def _reachable(name: str, count: int, size: int, asked: int | None) -> int:
     """Return the pages of a group that the kernels reach. Raises ConfigError if the configuration asks for more."""
-    most = within_reach(count, size)
+    most = addressable(count, size)
     if most == count:
         return count
-    why = f"the Triton kernels read at most {_mib(_REACH)} of a layer's 8-bit pages, or more than {_mib(2 * _REACH)}"
+    least, enough = _mib(_ADDRESSABLE), _mib(2 * _ADDRESSABLE)
+    why = f"the Triton kernels read at most {least} of a layer's 8-bit pages, or more than {enough}"
     if asked is not None:
         raise ConfigError(f"cache.{name} is {count}, which is {_mib(count * size)}: {why}", fix=f"set it to {most}")
     logger.warning("cache.%s is %d instead of %d: %s", name, most, count, why)

@@ -403,7 +403,7 @@ def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh,
 
 
 def check_reach(loaded: LoadedModel, products: Products) -> None:
-    """Raise ConfigError for a weight that a Triton kernel would read only in part, see `memory.within_reach`."""
+    """Raise ConfigError for a weight that a Triton kernel would read only in part, see `memory.addressable`."""
     few_bits = products.few_bits == "gpu" and not products.deterministic
     for spec, leaf in zip(loaded.structure.specs, loaded.leaves, strict=True):
         read = products.experts == "triton" if "expert" in spec.axes else few_bits

@@ -25,7 +25,7 @@ from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled
 from jaxserve.ops.state import StateSpec, ring_length, state_shapes
 from jaxserve.runtime.kv_cache import layer_reach
-from jaxserve.runtime.memory import Sizes, check_weight, plan_states, split_pool, within_reach
+from jaxserve.runtime.memory import Sizes, addressable, check_weight, plan_states, split_pool
 from jaxserve.runtime.mesh import AXES
 from jaxserve.types.scheduling import Reach, Span
 
@@ -84,12 +84,12 @@ class ShapePlan:
         """Return the number of requests of `length` tokens that fit at once, beside the weights."""
         batch = self._left(device_bytes, memory_fraction) // self.request_bytes(length)
         each = self._request_pages(length).items()
-        return min(within_reach(batch * pages, self.token_bytes[reach][1]) // pages for reach, pages in each)
+        return min(addressable(batch * pages, self.token_bytes[reach][1]) // pages for reach, pages in each)
 
     def kv_tokens(self, device_bytes: int, memory_fraction: float = 0.9) -> int:
         """Return the number of tokens that fit beside the weights if every layer keeps all of them; 0 if none do."""
         pages = self._left(device_bytes, memory_fraction) // (self.kv_token_bytes * PAGE_SIZE)
-        return within_reach(pages, max(reached for _, reached in self.token_bytes.values())) * PAGE_SIZE
+        return addressable(pages, max(reached for _, reached in self.token_bytes.values())) * PAGE_SIZE
 
     def _left(self, device_bytes: int, memory_fraction: float) -> int:
         return max(0, int(device_bytes * memory_fraction) - self.weight_bytes)
@@ -118,12 +118,12 @@ class ShapePlan:
         num_states = plan_states(left, sizes)
         left = max(0, left - num_states * self.state_bytes)
         pages, of_groups = split_pool(left, sizes, context)
-        tokens = within_reach(pages, max((reached for _, reached in whole), default=0)) * PAGE_SIZE
+        tokens = addressable(pages, max((reached for _, reached in whole), default=0)) * PAGE_SIZE
         if not tokens:
             return 0, 0.0
         fitting = [tokens / context]
         for count, span in zip(of_groups, spans, strict=True):
-            fitting.append(within_reach(count, self.token_bytes[span.reach][1]) / span.most(context))
+            fitting.append(addressable(count, self.token_bytes[span.reach][1]) / span.most(context))
         if num_states:
             fitting.append(num_states)
         return tokens, min(fitting)
@@ -143,7 +143,7 @@ def splits(config: ModelConfig, num_devices: int) -> list[tuple[int, int]]:
 
 
 class ShapePlanner:
-    """Plans a model on meshes whose kernels are Triton's: see `memory.within_reach`.
+    """Plans a model on meshes whose kernels are Triton's: see `memory.addressable`.
 
     cache_dtype: None is `dtype`. lora: room for adapters, which counts as weights; None: there is none. Raises
     ModelLoadError if the model cannot have this form on any mesh.
