@@ -4,35 +4,36 @@ JaxserveError
 ├── ConfigError                 the operator's mistake: one line, a cause and a fix, exit code 2
 │   └── ModelLoadError          a checkpoint that cannot be served as it is
 ├── UnexpectedEndError          the server ends without having been asked to: one line, a cause and a fix, exit code 1
-├── RequestError                a client's mistake (4xx); `param` names the field
-│   ├── InvalidValueError           400 invalid_value
-│   ├── UnsupportedParameterError   400 unsupported_parameter
-│   ├── InvalidSchemaError          400 invalid_json_schema
-│   ├── ContextLengthError          400 context_length_exceeded
-│   ├── AuthenticationError         401 invalid_api_key
-│   ├── PermissionDeniedError       403
-│   ├── NotFoundError               404
-│   │   └── ModelNotFoundError          404 model_not_found
-│   ├── ThreadError                 400 a thread of Messages that this request may not continue
-│   │   ├── ThreadsUnsupportedError     400 thread_unsupported_request
-│   │   └── ThreadNotFoundError         404 thread_not_found
-│   ├── SlowRequestError            408 a body that does not arrive
-│   ├── SlowReaderError             408 a stream that is not read
-│   ├── ConflictError               409
-│   ├── PayloadTooLargeError        413
-│   ├── UnsupportedEncodingError    415 a compressed body
-│   └── QueueFullError              429 rate_limit_exceeded, Retry-After
-└── ServerError                 ours (5xx)
-    ├── NotReadyError               503 while loading or draining, Retry-After
-    ├── ModelEndedError             502 the process of one of several models ended during the request
-    ├── RequestTimeoutError         504 a deadline passed
-    ├── EngineDeadError             503 the engine ended and the request cannot be replayed
-    ├── WeightsLostError            503 an update failed half way, and the model has no weights
-    ├── MediaMemoryError            503 the images of running requests fill the memory for images, Retry-After
-    ├── StoreUnavailableError       503 the server runs without a store
-    ├── StorageError                507 the store cannot be written
-    │   └── DiskFullError               507 its disk is full
-    └── StoreDamagedError           503 the store's database is damaged; nothing is written any more
+└── HTTPError                   what a client gets as an HTTP response
+    ├── RequestError                a client's mistake (4xx); `param` names the field
+    │   ├── InvalidValueError           400 invalid_value
+    │   ├── UnsupportedParameterError   400 unsupported_parameter
+    │   ├── InvalidSchemaError          400 invalid_json_schema
+    │   ├── ContextLengthError          400 context_length_exceeded
+    │   ├── AuthenticationError         401 invalid_api_key
+    │   ├── PermissionDeniedError       403
+    │   ├── NotFoundError               404
+    │   │   └── ModelNotFoundError          404 model_not_found
+    │   ├── ThreadError                 400 a thread of Messages that this request may not continue
+    │   │   ├── ThreadsUnsupportedError     400 thread_unsupported_request
+    │   │   └── ThreadNotFoundError         404 thread_not_found
+    │   ├── SlowRequestError            408 a body that does not arrive
+    │   ├── SlowReaderError             408 a stream that is not read
+    │   ├── ConflictError               409
+    │   ├── PayloadTooLargeError        413
+    │   ├── UnsupportedEncodingError    415 a compressed body
+    │   └── QueueFullError              429 a full queue, a key's limit, or too many bodies in memory; Retry-After
+    └── ServerError                 ours (5xx)
+        ├── NotReadyError               503 while loading or draining, Retry-After
+        ├── ModelEndedError             502 the process of one of several models ended during the request
+        ├── RequestTimeoutError         504 a deadline passed
+        ├── EngineDeadError             503 the engine ended and the request cannot be replayed
+        ├── WeightsLostError            503 an update failed half way, and the model has no weights
+        ├── MediaMemoryError            503 the images of running requests fill the memory for images, Retry-After
+        ├── StoreUnavailableError       503 the server runs without a store
+        ├── StorageError                507 the store cannot be written
+        │   └── DiskFullError               507 its disk is full
+        └── StoreDamagedError           503 the store's database is damaged; nothing is written any more
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Limit the cost of request bodies: bytes of one body and of all bodies, JSON containers and values of one body.
 
-The limits of single fields are in limits.py. docs/reliability.md shows the table below, and a test compares the two.
+The limits of single fields are in ranges.py. docs/reliability.md shows the table below, and a test compares the two.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ A field of an API, or of another server's version of it, is one of three things:
 - refused by name: it is in `refused` here, because it would change the meaning of the request. A 400 names it, and
   names our own field if there is one.
 
-Any other field is accepted, has no effect and is logged once. `tests/api/known_fields.txt` lists the fields of the
-SDKs' types and of other servers; docs/fields.md and docs/fields_of_others.md show how each is handled.
+Any other field is accepted, has no effect and is logged once. api/http/body.py looks for such fields in each body.
+`tests/api/known_fields.txt` lists the fields of the SDKs' types and of other servers; docs/fields.md and
+docs/fields_of_others.md show how each is handled.
 """
 
 from __future__ import annotations

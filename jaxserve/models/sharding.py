@@ -104,7 +104,7 @@ def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:
 def depth_axes(axes: Axes, weight: Weight) -> tuple[str, ...]:
     """Return the mesh axes that split the last dimension of a weight with logical `axes`: products are summed.
 
-    weight: in a program that is being traced. Returns None on one device.
+    weight: in a program that is being traced. Returns () on one device.
     """
     mesh = jax.typeof(jax.tree.leaves(weight)[0]).sharding.mesh
     if axes[0] == "vocab" and not vocab_axes(weight.shape[0], mesh):  # see `param_sharding`

@@ -2,8 +2,9 @@
 
 `param` declares a parameter, and `param_specs` reads the declarations back from a module.
 
-A parameter has the name of its checkpoint tensor. A fused parameter has several tensors, its parts. A part is a
-checkpoint tensor that is reshaped to `view` and fills the rectangle [start, start + view) of the parameter:
+A parameter has the name of its checkpoint tensor, as `tensor_names.renamed` gives it. A fused parameter has several
+tensors, its parts. A part is a checkpoint tensor that is reshaped to `view` and fills the rectangle
+[start, start + view) of the parameter:
 
     qkv_proj [KH, (G + 2) * H, D]   q_proj [KH * G * H, D] -> view [KH, G * H, D] at [0, 0,           0]
                                     k_proj [KH * H, D]     -> view [KH, H, D]     at [0, G * H,       0]

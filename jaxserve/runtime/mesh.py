@@ -82,7 +82,10 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
 
 
 def configured_mesh(section: MeshSection) -> DeviceMesh:
-    """Make the mesh of a configuration; if it is auto, a mesh of all devices. Raises ConfigError as `make_mesh`."""
+    """Make the mesh of a configuration. Raises ConfigError as `make_mesh`.
+
+    If it is auto, `tensor` is all devices until `shape_plan.SplitSearch` knows the model and chooses the split.
+    """
     if section.is_auto:
         return make_mesh(section.device, data=section.data, tensor=len(find_devices(section.device)))
     tensor, expert = section.split

@@ -191,7 +191,7 @@ def allot(
     """Return how many of its drafts each offer gets in a step of `num_rows` rows; None if no drafts are better.
 
     offers: (rate, number of drafts). sizes: tokens of a step with drafts, ascending; half as many rows fit.
-    seconds_before: in which the device proposes the drafts
+    seconds_before: seconds that the device needs before the step, to propose the drafts
 
     The i-th draft of an offer is right with probability rate**i. For each size the likeliest drafts are taken, and the
     size that yields the most tokens a second is compared with a step without drafts.

@@ -81,7 +81,7 @@ class BatchRunner:
         return None if job is None else job.pause.error
 
     def num_running(self) -> int:
-        """Return how many batches have not ended, in whatever state, less the batches that wait for the store."""
+        """Return how many batches have not ended, without those that wait for the store."""
         return len(self._jobs) - self.num_paused()
 
     def num_paused(self) -> int:
