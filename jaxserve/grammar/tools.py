@@ -528,12 +528,12 @@ def _value(writer: LarkWriter, call: TaggedCall, schema: Any, ends: Sequence[str
     if not is_text(schema):
         return f"{writer.schema(schema, exact=exact)} {writer.literal(after)}"
     texts = texts_of(schema, exact=exact)
-    if texts is None:
-        return writer.text_until(after, without=call.closed_by)
-    values = [quoted(text) for text in texts if not any(end.strip() in text for end in ends)]
-    if not values:
-        raise InvalidSchemaError("no value of a text parameter can be written in this model's format", param="tools")
-    return f"{one_of(values)} {writer.literal(after)}"
+    values = [quoted(text) for text in texts or () if not any(end.strip() in text for end in ends)]
+    if values:
+        return f"{one_of(values)} {writer.literal(after)}"
+    if texts is not None and exact:
+        raise _error("no value of a text parameter can be written in this model's format")
+    return writer.text_until(after, without=call.closed_by)
 
 
 def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
@@ -590,11 +590,13 @@ class _Noted:
     """Writes values in Gemma's notation, which are JSON but for keys without quotes and texts between marks.
 
     exact: a schema that cannot be said is refused; else any value matches it
+    open_references: the `$ref` whose targets are being written
     """
 
     mark: str
     writer: LarkWriter
     exact: bool
+    open_references: set[str] = field(default_factory=set)
 
     def members(self, schema: Mapping[str, Any], level: int) -> str:
         """Match an object with the properties of a schema."""
@@ -609,8 +611,13 @@ class _Noted:
         """Match a value of a schema. root: the schema that references point into"""
         if level > _MOST_LEVELS:
             raise _error("the schema of a tool is nested too deep, or refers to itself")
-        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-            return self.value(pointed(root, schema["$ref"]), root, level + 1)
+        if isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
+            if reference in self.open_references and not self.exact:
+                return self._any(only_objects=False)
+            self.open_references.add(reference)
+            value = self.value(pointed(root, reference), root, level + 1)
+            self.open_references.discard(reference)
+            return value
         if self._is_json(schema, root, 0):
             return self.writer.schema(_completed(schema, root), exact=self.exact)
         if self.exact and isinstance(schema, dict) and (unkept := sorted(_UNNOTED & schema.keys())):
@@ -642,12 +649,12 @@ class _Noted:
 
     def _text(self, schema: Any) -> str:
         mark, texts = self.writer.literal(self.mark), texts_of(schema, exact=self.exact)
-        if texts is None:
-            return self.writer.rule(f"{mark} {self.writer.text_until(self.mark)}")
-        values = [quoted(text) for text in texts if self.mark not in text]
-        if not values:
+        values = [quoted(text) for text in texts or () if self.mark not in text]
+        if values:
+            return self.writer.rule(f"{mark} {one_of(values)} {mark}")
+        if texts is not None and self.exact:
             raise _error("no value of a text parameter can be written in this model's format")
-        return self.writer.rule(f"{mark} {one_of(values)} {mark}")
+        return self.writer.rule(f"{mark} {self.writer.text_until(self.mark)}")
 
     def _options(self, schema: Any) -> list[Any]:
         """Return the alternatives of a schema, each of one type; none if there is only one."""

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -167,11 +166,9 @@ def _terminals(rules: dict[str, Tokens]) -> set[str]:
 
 
 def _body(body: Tokens, names: dict[str, str]) -> str:
-    """Return the right side of a rule. An empty alternative is the empty text."""
-    written = [""]
-    for before, (kind, text) in pairwise([("mark", "|"), *body, ("mark", "|")]):
-        if before in _OPENINGS and (kind, text) in _CLOSINGS:
-            written.append('""')
+    """Return the right side of a rule."""
+    written = []
+    for kind, text in body:
         match kind:
             case "name":
                 written.append(names[text])
@@ -183,11 +180,7 @@ def _body(body: Tokens, names: dict[str, str]) -> str:
                 written.append(r"/(.|\n)/")
             case _:
                 written.append("".join(text.split()))
-    return " ".join(written[:-1]).strip()
-
-
-_OPENINGS = (("mark", "|"), ("mark", "("))
-_CLOSINGS = (("mark", "|"), ("mark", ")"))
+    return " ".join(written).strip()
 
 
 def _class(text: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import MatcherFactory
-from jaxserve.grammar.translate import gbnf_to_lark
+from jaxserve.grammar.translate import _rules, _terminals, gbnf_to_lark
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import grammar_spec
 from tests.grammar.test_matcher import feed
@@ -52,6 +52,12 @@ def test_what_is_allowed(
 def test_refused_with_a_reason(source: str, reason: str) -> None:
     with pytest.raises(InvalidSchemaError, match=reason):
         gbnf_to_lark(source)
+
+
+def test_regular_rules_are_terminals() -> None:
+    """Not the root, not a rule that refers to itself, and not one that refers to such a rule."""
+    source = 'root ::= "r"\na ::= b "x" | one\nb ::= [0-9]+\none ::= "1"\nc ::= c? "y"\nd ::= "z" c'
+    assert _terminals(_rules(source)) == {"a", "b", "one"}
 
 
 LONGEST = 4

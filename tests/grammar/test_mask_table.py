@@ -26,8 +26,9 @@ def table_of(matchers: Sequence[Matcher], together: bool, calls: list[int]) -> M
         calls.append(len(rows))
         for matcher, row in rows:
             bits[row] = 0  # what a fill that breaks off leaves behind
-            bits[row] = -1
-            matcher.fill(bits[row])
+            filled = np.full_like(bits[row], -1)
+            matcher.fill(filled)
+            bits[row] = filled
 
     table = MaskTable(70, fill_rows if together else None)
     for number, matcher in enumerate(matchers):
@@ -63,7 +64,12 @@ def test_rows_filled_together_equal_rows_filled_alone(count: int) -> None:
 def test_one_failing_matcher_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     matchers = [FailingMatcher(2, 9) if i == 5 else CountingMatcher(2, 9) for i in range(8)]
-    bits, ended, late, paused = table_of(matchers, True, []).of_step(step_of(8))
+    calls: list[int] = []
+    table = table_of(matchers, True, calls)
+    for i in range(8):
+        table._masks[str(i)].is_quick = True
+    bits, ended, late, paused = table.of_step(step_of(8))
+    assert len(calls) == 1, "all together first, then one by one"
     assert ended == [("5", FinishReason.ERROR)] and not late and not paused and (bits[5] == -1).all()
     assert (bits[[0, 1, 3, 4, 6, 7]] != -1).any(axis=1).all()
 

@@ -96,8 +96,10 @@ def test_what_limits_all_parameters_is_refused_by_name(family: str, schema: dict
 
 @pytest.mark.parametrize("schema", [{"enum": []}, {"enum": [1]}, {"enum": ["a</parameter>"]}, {"pattern": "a"}])
 def test_a_text_that_cannot_be_written_is_refused(schema: dict[str, Any]) -> None:
+    tool = one({"type": "string"} | schema)
     with pytest.raises(InvalidSchemaError, match="text parameter"):
-        spec_of("qwen3_coder", replace(one({"type": "string"} | schema), strict=True))
+        spec_of("qwen3_coder", replace(tool, strict=True))
+    spec_of("qwen3_coder", tool)
 
 
 AGENTS_BRING: dict[str, Any] = {

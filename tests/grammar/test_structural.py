@@ -107,6 +107,7 @@ def triggers(count: int, depth: int) -> dict[str, Any]:
     ({}, "structures"),
     ({"structures": [], "triggers": []}, "structures"),
     (OLDER | {"triggers": ["<other"]}, "no tag begins"),
+    (OLDER | {"structures": ["<fn=f>"]}, "each of structures must be an object"),
     (OLDER | {"triggers": ["<fn=f"]}, "begins with no trigger"),
     (OLDER | {"triggers": [1]}, "must be a text"),
     (fmt(type="grammar", grammar="root ::= x"), "'grammar' is not served"),

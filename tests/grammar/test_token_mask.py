@@ -1,6 +1,8 @@
 """Bitmasks from bad words and grammars."""
 
+import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -45,7 +47,7 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_ones_before_it() -> No
 
 def test_a_word_of_one_token_again_and_again() -> None:
     mask = bad_words((4, 4))
-    mask.accept([4])
+    assert mask.advance([4], "r") is None, "bad words end no output"
     assert banned(mask) == [4]
 
 
@@ -101,6 +103,18 @@ def test_masks_after_drafts_are_those_after_tokens(
         np.testing.assert_array_equal(now, expected[i])
         assert ahead.accept([output[i]])
     assert ahead.is_terminated and ahead.error is None
+
+
+def test_a_matcher_that_fails_on_drafts_allows_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    class Failing(CountingMatcher):
+        def prefix(self, token_ids: Sequence[int]) -> int:
+            raise ValueError("limit")
+
+    mask, rows = TokenMask(Failing(2, 9), [(4, 4)]), np.full((2, 3), -1, np.int32)
+    assert mask.accept([4]) and mask.fill_ahead([2, 4], rows, "r") == 0
+    assert (rows == -1).all() and 4 in banned(mask), "the mask is as before"
 
 
 def test_what_a_grammar_prescribes_is_a_draft(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
