@@ -32,6 +32,7 @@ VALUES = [
     {"anyOf": [{"type": "string", "enum": ["ab"]}, NULL]},
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "maxLength": 1}, "maxItems": 1}]},
     {"type": ["string", "integer"], "enum": ["1", 2]},
+    {"type": "boolean"},
 ]
 
 
