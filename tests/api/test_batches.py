@@ -204,10 +204,11 @@ def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     assert values(live.http.get("/metrics").text)["jaxserve:batches_requests"] == 0
 
 
-def test_5000_lines(client: Any) -> None:
-    batch = wait(client, create(client, [chat_line(number, max_tokens=1) for number in range(5000)]))
-    assert batch.request_counts.model_dump() == {"total": 5000, "completed": 5000, "failed": 0}
-    assert len({line["custom_id"] for line in results(client, batch.output_file_id)}) == 5000
+@pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.slow)])
+def test_more_lines_than_run_at_once(client: Any, count: int) -> None:
+    batch = wait(client, create(client, [chat_line(number, max_tokens=1) for number in range(count)]))
+    assert batch.request_counts.model_dump() == {"total": count, "completed": count, "failed": 0}
+    assert len({line["custom_id"] for line in results(client, batch.output_file_id)}) == count
 
 
 def test_a_finished_batch_cannot_be_cancelled(client: Any) -> None:
