@@ -186,7 +186,6 @@ class SequenceText:
     ) -> None:
         self.request_id = request_id
         self.index = index
-        self.finished = False
         self.output_token_ids: list[int] = []
         self.stopped_by_text = False  # the engine still runs the sequence and must be told to end it
         self._params = params
@@ -223,7 +222,6 @@ class SequenceText:
 
     def fail(self, error: HTTPError) -> RequestOutput:
         """Return the last output of a sequence that failed."""
-        self.finished = True
         return RequestOutput(
             self.request_id,
             self.index,
@@ -267,9 +265,8 @@ class SequenceText:
             result.finish_reason, result.matched_stop = FinishReason.STOP, matched
         elif output.finish_reason is not None and used == len(output.token_ids):
             result.finish_reason, result.matched_stop = output.finish_reason, output.stop_token_id
-        self.finished = result.finish_reason is not None
         if self._thinking is not None:
-            self.thinks_too_long = self._thinking.exceeded and not self.finished
+            self.thinks_too_long = self._thinking.exceeded and not result.finished
         return result
 
     def _take_text(self, output: TokenOutput, result: RequestOutput) -> tuple[int, str | None]:

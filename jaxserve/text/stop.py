@@ -249,7 +249,6 @@ MANY = 64  # a repeat of up to so many times counts as one without end
 MAX_PATTERN = 4096  # characters; the longest published one has 300
 MAX_NESTED_GROUPS = 20
 
-_PREFIX = re.compile(r"\?(?:[:=!>|]|<[=!]|<\w+>|P<\w+>|[a-z-]*:)?")
 _ESCAPE = re.compile(r"\\(?:[pPxu]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[?+]?")
 _COMMENT = re.compile(r"\?[a-z-]+\)")  # (?i): switches for what follows
@@ -324,8 +323,7 @@ def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
             switches = _COMMENT.match(pattern, position + 1)
             if switches is not None:
                 return switches.end(), _Branches()
-            prefix = _PREFIX.match(pattern, position + 1)
-            position, inner = _alternation(pattern, prefix.end() if prefix else position + 1, depth + 1)
+            position, inner = _alternation(pattern, position + 1, depth + 1)  # "?:" and such are read as text
             if position >= len(pattern):
                 raise ValueError("its parentheses do not match")
             return position + 1, inner

@@ -27,7 +27,7 @@ def run(tokenizer: Tokenizer, cuts: list[list[int]], params: SamplingParams, las
     for i, ids in enumerate(cuts):
         reason = last if i == len(cuts) - 1 else None
         results.append(sequence.push(TokenOutput(request_id="r-0", token_ids=ids, finish_reason=reason)))
-        if sequence.finished:
+        if results[-1].finished:
             break
     return results
 

@@ -495,7 +495,6 @@ class ToolParser(ABC):
         """Look ahead: return whether one of `call_ends` comes next."""
         if not self.call_ends:
             return False
-        yield from self.reader.space()
         return bool((yield from self.reader.ahead(self.reader.accept(*self.call_ends))))
 
     @property
