@@ -85,6 +85,7 @@ def calls_of(family: str, text: str, *, whole: bool = True) -> tuple[str, list[t
         for at in range(0, len(text), size):
             output.add(parser.feed(text[at : at + size]))
         output.add(parser.finish(whole=whole))
+        assert output.all_ended
         found.append((output.content or "", [(call.name, call.arguments) for call in output.tool_calls]))
     assert found[0] == found[1] == found[2]
     return found[0]

@@ -106,6 +106,7 @@ def parsed(parser: OutputParser, text: str, sizes: Iterator[int]) -> ParsedOutpu
         output.add(parser.feed(text[at : at + size]))
         at += size
     output.add(parser.finish(whole=True))
+    assert output.all_ended
     return output
 
 

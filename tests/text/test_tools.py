@@ -224,6 +224,7 @@ def run(family: str, deltas: list[str]) -> ParsedOutput:
     for delta in deltas:
         output.add(parser.feed(delta))
     output.add(parser.finish())
+    assert output.all_ended
     return output
 
 
