@@ -111,6 +111,16 @@ def calls_of(family: str, text: str, *, whole: bool = True) -> tuple[str, list[t
     )),
     ("kimi_k2", '<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{"path": "a"<|tool_call_end|>'),
     ("hermes", "<tool_call>{'name': 'write', 'arguments': {'path': 'a'}}</tool_call>"),
+    ("internlm", '<|action_start|><|plugin|>{"name": "write", "parameters": {"path": "a"<|action_end|>'),
+    ("jamba", '<tool_calls>[{"name": "write", "arguments": {"path": "a"\n</tool_calls>'),
+    ("nemotron_json", '<TOOLCALL>[{"name": "write", "arguments": {"path": "a"</TOOLCALL>'),
+    ("apertus", '<|tools_prefix|>[{"write": {"path": "a"<|tools_suffix|>'),
+    ("harmony", '<|channel|>commentary to=functions.write json<|message|>{"path": "a"<|call|>'),
+    *(("deepseek_v3", f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>") for call in (
+        'write<｜tool▁sep｜>{"path": "a"', 'write<｜tool▁sep｜>{"path": "a"}\n```\n',
+        'function<｜tool▁sep｜>write\n```json\n{"path": "a"\n```',
+        'function<｜tool▁sep｜>write\n```json\n{"path": "a"}}```',
+    )),
 ])  # fmt: skip
 def test_parameters_in_another_form_are_read(family: str, text: str) -> None:
     content, calls = calls_of(family, text)

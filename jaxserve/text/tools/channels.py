@@ -59,6 +59,7 @@ class HarmonyParser(ToolParser):
     breaks: ClassVar[tuple[str, ...]] = (START, CHANNEL)
     ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|call|>", "<|return|>")
     markers: ClassVar[tuple[str, ...]] = (*begins, MESSAGE, *ends)
+    call_ends = ends
 
     @classmethod
     def is_thought(cls, header: str) -> bool:

@@ -17,6 +17,7 @@ class DeepSeekParser(ToolParser):
     """V3: BEGIN function SEP name, the arguments in a fenced block, END. V3.1: BEGIN name SEP {"x": 1} END."""
 
     markers: ClassVar[tuple[str, ...]] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    call_ends = ("```", CALL_END)
 
     def _calls(self) -> Reading[None]:
         yield from self.sections((CALLS_BEGIN,), CALL_BEGIN, self._call, (CALLS_END,))
@@ -33,13 +34,11 @@ class DeepSeekParser(ToolParser):
             return False
         self.start_call(name.strip())
         yield from self.reader.space()
-        fenced = yield from self.reader.accept("```json", "```", drop_partial=True)
+        yield from self.reader.accept("```json", "```", drop_partial=True)
         whole = yield from self.json_arguments()
         self.end_call(whole=whole)
         yield from self.skip_braces()
-        if whole and fenced:
-            yield from self.reader.space()
-            yield from self.reader.accept("```", drop_partial=True)
+        yield from self.reader.accept("```", drop_partial=True)
         yield from self.reader.space()
         yield from self.reader.accept(CALL_END, drop_partial=True)
         return True

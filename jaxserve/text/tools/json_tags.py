@@ -51,6 +51,7 @@ class InternLMParser(JsonTagParser):
     markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
     begin = "<|action_start|><|plugin|>"
     end = "<|action_end|>"
+    call_ends = (end,)
 
 
 class Phi4MiniParser(JsonTagParser):
@@ -66,6 +67,7 @@ class JambaParser(JsonTagParser):
     markers = ("<tool_calls>", "</tool_calls>")
     begin = "<tool_calls>"
     end = "</tool_calls>"
+    call_ends = (end,)
 
 
 class NemotronParser(JsonTagParser):
@@ -74,6 +76,7 @@ class NemotronParser(JsonTagParser):
     markers = ("<TOOLCALL>", "</TOOLCALL>")
     begin = "<TOOLCALL>"
     end = "</TOOLCALL>"
+    call_ends = (end,)
 
 
 class ApertusParser(JsonTagParser):
@@ -82,6 +85,7 @@ class ApertusParser(JsonTagParser):
     markers = ("<|tools_prefix|>", "<|tools_suffix|>")
     begin = "<|tools_prefix|>"
     end = "<|tools_suffix|>"
+    call_ends = (end,)
 
     def json_call(self) -> Reading[bool]:
         """Read {"f": {...}}. Return whether a call was started."""
