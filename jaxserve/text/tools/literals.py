@@ -42,7 +42,8 @@ def arguments_so_far(text: str) -> str | None:
         if mark in _QUOTES:
             string = _STRING.match(text, match.start())
             if string is None or string["q"] != mark:
-                text, ends = _OPEN_ESCAPE.sub(r"\1", text), [*ends, mark]
+                inside = text[at:].rstrip(mark[0]) if len(mark) == 3 else text[at:]  # a part of the closing quotes
+                text, ends = text[:at] + _OPEN_ESCAPE.sub(r"\1", inside), [*ends, mark]
                 break
             at = string.end()
             continue
