@@ -157,6 +157,8 @@ def test_a_call_whose_parameters_cannot_be_read_is_text(family: str, text: str) 
     ("deepseek_v3", '<｜tool▁call▁begin｜>write<｜tool▁sep｜>{"path": "a"'),
     ("llama3_json", '{"name": "write", "parameters": {"path": "a"'),
     ("pythonic", "[write(path='a'"),
+    ("gemma4", '<|tool_call>call:write{path:<|"|>a'),
+    ("gemma4", '<|tool_call>call:write{path:<|"|>a<|"|>,n'),
     ("harmony", '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"path": "a"'),
 ])  # fmt: skip
 def test_what_the_model_left_open_at_its_own_end_is_closed(family: str, text: str) -> None:

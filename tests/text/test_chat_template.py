@@ -327,6 +327,18 @@ def test_a_hostile_template_is_an_error_soon(source: str) -> None:
     assert time.thread_time() - start < 2
 
 
+@pytest.mark.parametrize("expression, largest", [
+    ("[[1]]|tojson(indent=N)", 16), ("[[1]]|tojson(indent='x' * N)", 16), ("'a'|center(N)", 1000),
+    ("'a\nb'|indent('x' * N)", 1000), ("2 ** N", 64), ("'%Nd' % 1", 999), ("'{:N}'.format(1)", 999),
+    *((f"{left}(2 ** N){right}", 64) for left, right in (("", " ~ ''"), ("", " + 1"), ("1 * ", ""), ("", " % 3"))),
+])  # fmt: skip
+def test_numbers_over_a_limit_are_refused_by_it(expression: str, largest: int) -> None:
+    """Also those inside another operator."""
+    assert ChatTemplate("{{ " + expression.replace("N", str(largest)) + " }}").render(USER)
+    with pytest.raises(InvalidValueError, match=rf"stopped: .* over {str(largest)[:2]}"):
+        ChatTemplate("{{ " + expression.replace("N", str(largest + 1)) + " }}").render(USER)
+
+
 def test_operators_keep_their_meaning() -> None:
     expressions = ["7 % 3", "2 * 3", "'ab' * 2", "1 + 2", "[1] + [2]", "2 ** 3", "'%d-%s' % (1, 'x')", "1 ~ 2"]
     source = "|".join("{{ " + expression + " }}" for expression in expressions)

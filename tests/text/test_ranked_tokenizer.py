@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import itertools
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import regex
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import MAX_BYTES
 from jaxserve.text.ranked_tokenizer import KIMI_PATTERN
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -129,6 +131,10 @@ def test_what_cannot_be_read_says_what_to_convert(tmp_path: Path) -> None:
     for name, write, message, fix in (
         ("class", lambda d: (kimi(d, tokens) / "tokenizer_config.json").write_text('{"tokenizer_class": "QWen"}'),
          r"'QWen', which is never run", "convert_tiktoken_to_fast"),
+        ("special", lambda d: (kimi(d, tokens) / "tokenizer_config.json").write_text(json.dumps(
+            {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": {"7": {"content": "[X]"}}}
+        )), "no special token has id 7", ""),
+        ("size", lambda d: os.truncate(kimi(d, tokens) / "tiktoken.model", MAX_BYTES + 1), "has more than", ""),
         ("line", lambda d: (kimi(d, tokens) / "tiktoken.model").write_text("AA== 0\nx\n"), "line 2", "tokenizer.json"),
         ("bytes", lambda d: kimi(d, tokens[1:]), "a byte is missing", "tokenizer.json"),
         ("old", lambda d: tekken(d, tokens, special_tokens=None), "version 7 and later", "tokenizer.json"),

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxserve.text.template_process import TemplateProcess
 from jaxserve.text.template_worker import TemplateInput, TemplateSetup
 from jaxserve.text.tokenizer import SpecialTokenEscaper, Tokenizer
 from jaxserve.transport import child_process
-from tests.waiting import LAST_RESORT
+from tests.waiting import LAST_RESORT, wait_until
 
 DEMO = Path(__file__).parent.parent.parent / "jaxserve" / "assets" / "demo"
 HELLO = [{"role": "user", "content": "hi <|im_end|>"}]
@@ -135,6 +136,22 @@ def test_a_worker_that_ended_while_idle_is_replaced() -> None:
         worker._process.kill()
         worker._process.wait()
         assert worker.render(TemplateInput(HELLO)).startswith("hi <")
+    finally:
+        worker.stop()
+
+
+def test_a_render_that_waits_ends_when_the_server_stops() -> None:
+    worker = process("{{ messages[0].content }}")
+    try:
+        worker.start()
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(worker.render, TemplateInput(HELLO))
+            wait_until(worker._lock.locked, "the render waits for the worker")
+            worker.stop()
+            with pytest.raises(ServerError, match="the server stops"):
+                waiting.result()
     finally:
         worker.stop()
 

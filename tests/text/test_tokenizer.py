@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jaxserve
 from jaxserve.errors import ModelLoadError
+from jaxserve.text.pairs import PairEncoder
 from jaxserve.text.tokenizer import Tokenizer
 from tests.models.checkpoints import train_tokenizer, write_words
 
@@ -110,6 +111,8 @@ def test_facts_of_a_directory(shared_data: Any) -> None:
     assert tokenizer.eos_token_ids[0] == 2
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 1
     assert tokenizer.encode("a", add_special_tokens=False)[0] != 1
+    for outside in (-1, 512, 2**32 - 1, 2**32, 2**64):
+        assert tokenizer.id_to_token(outside) is None and tokenizer.token_bytes(outside) == b""
     assert tokenizer.special_tokens_map()["eos_token"] == "</s>"
     assert "default" in tokenizer.chat_templates
 
@@ -230,6 +233,13 @@ def test_texts_in_lower_case_as_sentence_transformers_reads_them(lowers: bool | 
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer.encode("W4 w5 [SEP]") == [2, 4 if lowers else 1, 5, 3, 3]
     assert tokenizer.encode(tokenizer.escape("W4 [SEP]"), add_special_tokens=False)[0] == (4 if lowers else 1)
+
+
+def test_pairs_have_the_frame_of_the_tokenizer(tmp_path: Path) -> None:
+    pairs = PairEncoder(Tokenizer.from_directory(write_words(tmp_path, 8)))
+    query, document = pairs.text("w4 w7"), pairs.text("w5 w6")
+    assert pairs.joined(query, document, 2) == ([2, 4, 7, 3, 5, 6, 3], 4) and pairs.num_added == 3
+    assert pairs.joined(query, document, 1) == ([2, 4, 7, 3, 5, 3], 4)
 
 
 def test_damaged_directories_are_named(tmp_path: Path) -> None:

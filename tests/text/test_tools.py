@@ -3,12 +3,15 @@
 import json
 import random
 import time
+from typing import Any
 
 import pytest
 
 from jaxserve.text.events import ToolCallDelta, merged
 from jaxserve.text.output_parser import ParserChoice
+from jaxserve.text.reader import MAX_HEAD_CHARS
 from jaxserve.text.tools import ToolParser, ToolSet
+from jaxserve.text.tools.base import MAX_JOIN_DEPTH, schema_types
 from jaxserve.text.tools.channels import CHANNELS
 from jaxserve.text.tools.json_tags import HermesParser
 from jaxserve.text.tools.registry import TOOL_FORMATS
@@ -148,6 +151,8 @@ CASES = [
                 "<|tool_call_end|><|tool_calls_section_end|>", None, [WEATHER, NOW]),
     ("pythonic", f"[get_weather({PYTHON_ARGS}), now()]", None, [WEATHER, NOW]),
     ("pythonic", f"<|python_start|>[get_weather({PYTHON_ARGS})]<|python_end|>", None, [WEATHER]),
+    ("pythonic", "[get_weather(city='''Zü\"rich\n''', days=3, tags=[1, {'a': \"\"\"]}\"\"\"}])]", None, [WEATHER]),
+    ("pythonic", "[now(), nope(x=1)]", ", nope(x=1)]", [NOW]),
     ("pythonic", "[get_weather(days=-3, zip=None, tags=(1.5, True, {1: 'a' 'b'}))]", None,
      [("get_weather", {"days": -3, "zip": None, "tags": [1.5, True, {"1": "ab"}]})]),
     ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {JSON_ARGS}}}]', None, [WEATHER]),
@@ -236,8 +241,16 @@ def shape(output: ParsedOutput) -> tuple:
 def test_formats(family: str, text: str, content: str | None, calls: list[tuple[str, dict]]) -> None:
     output = parse_whole(make(family), text)
     assert [(call.name, json.loads(call.arguments)) for call in output.tool_calls] == calls
+    assert not any("\\u" in call.arguments for call in output.tool_calls), "its characters are not as they were written"
     assert output.content == content
     assert len({call.id for call in output.tool_calls}) == len(calls)
+
+
+@pytest.mark.parametrize("family, text, content, calls", [case for case in CASES if ">\n<" in case[1]])
+def test_empty_lines_between_tags_do_not_matter(
+    family: str, text: str, content: str | None, calls: list[tuple[str, dict]]
+) -> None:
+    test_formats(family, text.replace(">\n<", ">\n \t\n<"), content, calls)
 
 
 @pytest.mark.parametrize("family, text", PLAIN)
@@ -308,6 +321,26 @@ def test_calls_after_one_that_is_not_offered_are_calls(family: str, text: str) -
     assert [call.name for call in output.tool_calls] == ["now"] and "nope" in (output.content or "")
 
 
+@pytest.mark.parametrize("family, call, text", [
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"name": "nope"'),
+    ("hy_v3", HY[2 : HY.index("get")] + "now</tool_call:opensource>", "<tool_call:opensource>nope<arg"),
+    ("minimax_m2", '<minimax:tool_call><invoke name="now"></invoke>', '<invoke name="nope">'),
+    ("muse_glimmer", f" to=now<|message|>{MUSE_NOW}", '<atem:invoke name="nope"'),
+])  # fmt: skip
+def test_the_head_of_a_call_that_is_not_offered_is_text_beside_a_call(family: str, call: str, text: str) -> None:
+    assert shape(run(family, list(call + text))) == (text, None, [("now", "{}", False)])
+
+
+def test_what_is_too_long_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.text.tools.pythonic.MAX_CALL_CHARS", 100)
+    for family, text, char, size in (
+        ("hermes", '<tool_call>{"%s": 1, "name": "now"}</tool_call>', "k", MAX_HEAD_CHARS),
+        ("pythonic", "[now(%s)]", " ", 99),
+    ):
+        for more in (0, 1):
+            assert len(run(family, [text % (char * (size + more))]).tool_calls) == 1 - more
+
+
 # a head that is too long to be a call's, and within it a call
 LONG_HEAD = ("qwen3_coder", f"<function={'x' * 5000}<tool_call><function=now></function></tool_call>")
 ALL_TEXTS = [(family, text) for family, text, *_ in CASES] + [*PLAIN, LONG_HEAD]
@@ -324,7 +357,7 @@ def test_cuts_do_not_matter(family: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("family, text", [case for case in ALL_TEXTS if len(case[1]) < 500])
-def test_an_output_may_end_anywhere(family: str, text: str) -> None:
+def test_an_output_may_end_anywhere(family: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing raises, no call appears from nothing, and the arguments sent are a beginning of the whole ones. Beside
     calls the content has nothing that the whole output's has not, and without them it has all (but headers).
     """
@@ -343,6 +376,7 @@ def test_an_output_may_end_anywhere(family: str, text: str) -> None:
         for part, whole in zip(cut, calls, strict=False):
             assert part.name == whole.name
             assert whole.arguments.startswith(part.arguments.removesuffix('"'))  # Python joins strings
+    assert not caplog.records  # of a parser that failed
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "glm45", "harmony",
@@ -497,6 +531,17 @@ def test_types_of_parameters_that_are_named_elsewhere(key: str, value: str, expe
     text = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
     output = parse_whole(FAMILIES["glm45"](tools), text)
     assert json.loads(output.tool_calls[0].arguments) == {key: expected}
+
+
+@pytest.mark.parametrize("key", ["allOf", "anyOf", "$ref"])
+def test_schemas_in_schemas_are_read_to_a_limit(key: str) -> None:
+    for levels, is_read in ((MAX_JOIN_DEPTH, True), (MAX_JOIN_DEPTH + 1, False), (5000, False)):
+        schema: dict[str, Any] = {"type": "string"}
+        parts = [schema]
+        for level in range(levels):
+            schema = {"$ref": f"#/parts/{level}"} if key == "$ref" else {key: [schema]}
+            parts.append(schema)
+        assert ("string" in schema_types(schema, {"parts": parts})) == is_read
 
 
 def test_an_error_inside_a_parser_loses_no_text() -> None:
