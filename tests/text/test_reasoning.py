@@ -328,12 +328,11 @@ def in_plain_text(text: str) -> bool:
     return sum(line.lstrip().startswith("```") for line in text.split("\n")) % 2 == 0
 
 
-@pytest.mark.parametrize("family", families())
-def test_hostile_texts_around_and_inside_the_thinking(family: str) -> None:
+def check_hostile_texts(family: str, count: int) -> None:
     """Whole and at random cuts, the split is that of the generator, and no character is lost."""
     rng = random.Random(family)
     choice = ParserChoice(reasoning=family)
-    for _ in range(500):
+    for _ in range(count):
         text, thought, answer = hostile_output(family, rng)
         whole = run(choice, [text])
         assert ((whole.reasoning or "").strip(), (whole.content or "").strip()) == (thought.strip(), answer.strip()), (
@@ -346,6 +345,17 @@ def test_hostile_texts_around_and_inside_the_thinking(family: str) -> None:
         assert run(choice, list(text)) == whole, text
         kept = run(choice, list(text), separate_reasoning=False)
         assert kept.reasoning is None and (family in CHANNELS or kept.content == text)
+
+
+@pytest.mark.parametrize("family", families())
+def test_hostile_texts_around_and_inside_the_thinking(family: str) -> None:
+    check_hostile_texts(family, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families())
+def test_five_hundred_hostile_texts_around_and_inside_the_thinking(family: str) -> None:
+    check_hostile_texts(family, 500)
 
 
 def test_without_tools_calls_stay_text() -> None:

@@ -588,15 +588,15 @@ def seconds(family: str, text: str, size: int) -> float:
 
 
 def grows_linearly(family: str, text: str, size: int) -> bool:
-    short = min(seconds(family, text[:4_000], size) for _ in range(2))
-    return seconds(family, text, size) < 10 * short + 0.05
+    short = min(seconds(family, text[:1_000], size) for _ in range(2))
+    return seconds(family, text, size) < 20 * short + 0.01
 
 
 @pytest.mark.parametrize("family", ADVERSARIAL)
 def test_time_is_linear(family: str) -> None:
-    """From 4k to 16k characters the time may grow by 4 and some noise, not by 16; a busy machine gets retries."""
+    """From 1k to 8k characters the time may grow by 8 and some noise, not by 64; a busy machine gets retries."""
     for piece in ADVERSARIAL[family]:
         for prefix in {"", PREFIXES.get(family, "")}:
             for size in (1, 10**9):
-                text = prefix + piece * (16_000 // len(piece))
+                text = prefix + piece * (8_000 // len(piece))
                 assert any(grows_linearly(family, text, size) for _ in range(4)), (piece, prefix, size)
