@@ -123,9 +123,11 @@ def test_the_newest_conversation_goes_on_where_it_ended_although_the_pool_is_ful
 
 
 @pytest.mark.parametrize(("num_pages", "max_num_seqs"), [(2, 1), (6, 32)])
-def test_few_states_serve_a_conversation(num_pages: int, max_num_seqs: int) -> None:
+@pytest.mark.parametrize(("count", "max_tokens"), [(4, 100), (8, 10)])
+def test_few_states_serve_a_conversation(num_pages: int, max_num_seqs: int, count: int, max_tokens: int) -> None:
+    """Of two states one is that which the prompt begins with, so short answers keep one at the next border."""
     core = core_of(num_pages, max_num_seqs=max_num_seqs)
-    assert max(turns(core, "turn", 4, max_tokens=100)[1:]) <= CONVERSATION
+    assert max(turns(core, "turn", count, max_tokens=max_tokens)[1:]) <= CONVERSATION
 
 
 def test_answers_keep_no_state_that_an_idle_slot_needs() -> None:

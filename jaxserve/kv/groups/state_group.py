@@ -27,8 +27,9 @@ Which states are kept, at multiples of `border`:
                   tokens after it, and so may the next one (Marconi, https://arxiv.org/abs/2411.19379)
     intervals     of a prompt: multiples of `interval`. The second prompt with the same beginning computes at most
                   `interval` of it again
-    output        the last multiple of `interval`. Its page may be the least recently used cached one, because the
-                  newest conversation is likelier to go on than the oldest (`_num_spared`)
+    output        the last multiple of `interval`; of `border`, if there was no page for the prompt's last border. Its
+                  page may be the least recently used cached one, because the newest conversation is likelier to go on
+                  than the oldest (`_num_spared`)
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class StatePages:
     own: page that the device writes. begin: tokens of the cached state that it began with; 0: it began with none
     read: node of that state while it is locked; None: it is not locked, or there was none
     plan: positions at which the prompt's state is to be kept, the most useful first
+    missed: the first of them had no page, or has not had one yet
     entries: the states to keep in the device's table. pending: kept states that `commit` has not given to the cache, by
     position; of the output the last one that was written, and at most one after it
     """
@@ -62,6 +64,7 @@ class StatePages:
     begin: int
     read: Node | None
     plan: list[int]
+    missed: bool
     entries: list[_Kept | None] = field(default_factory=lambda: [None] * STATE_EMITS)
     pending: list[_Kept] = field(default_factory=list)
     is_new: bool = True  # the device has no entries of it yet
@@ -147,7 +150,8 @@ class StateGroup:
         if read is not None:
             self.cached.lock(read)
         begin = node.depth * self._page_size
-        request.holdings[self.index] = StatePages(self.cached.allocate(1)[0], begin, read, self._plan(request, begin))
+        own, plan = self.cached.allocate(1)[0], self._plan(request, begin)
+        request.holdings[self.index] = StatePages(own, begin, read, plan, bool(plan))
         self._idle_slots -= 1
 
     def _plan(self, request: Request, begin: int) -> list[int]:
@@ -178,6 +182,7 @@ class StateGroup:
             if start <= position < end and position not in listed and self.num_available:
                 kept = held.entries[open_places.pop(0)] = position, self.cached.allocate(1)[0]
                 insort(held.pending, kept)
+                held.missed = held.missed and position != held.plan[0]
                 changed = True
         if not changed:
             return None
@@ -199,10 +204,11 @@ class StateGroup:
 
         With drafts a row may end before that position, and a later one writes the state. Returns the table entries.
         """
-        position = (request.page_capacity - 1) // self._sizes.interval * self._sizes.interval
+        held: StatePages = request.holdings[self.index]
+        every = self._sizes.border if held.missed else self._sizes.interval
+        position = (request.page_capacity - 1) // every * every
         if not self._keeps or position < request.page_capacity - count * self._page_size:
             return None
-        held: StatePages = request.holdings[self.index]
         last = held.pending[-1] if held.pending and _is_of_output(request, held.pending[-1][0]) else None
         read = request.num_computed_tokens - request.num_inflight_tokens
         if last is not None and not self._is_written(request, last[0], read):
@@ -215,6 +221,7 @@ class StateGroup:
             return None
         held.entries = [(position, page)] + [None] * (STATE_EMITS - 1)
         held.pending.append((position, page))
+        held.missed = False
         held.due = position + 1 + self._max_drafts
         return self._update(request, STATE_HEAD, self._listed(held))
 
