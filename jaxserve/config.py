@@ -86,7 +86,7 @@ class CacheSection(Section):
     num_state_pages: Annotated[Int, Field(ge=2, lt=2**31)] | Auto = Field(
         "auto",
         description="Number of recurrent states, for models whose layers have one: of running requests, and cached. "
-        "auto: twice max_num_seqs, or half of the cache's memory.",
+        "auto: twice max_num_seqs, at least max_num_seqs + 3, or half of the cache's memory.",
     )
     state_interval: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
         "auto",

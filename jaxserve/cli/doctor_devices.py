@@ -24,7 +24,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.attention_sizes import serving_backend
 from jaxserve.runtime.compilation.compiler import compiler_options
-from jaxserve.runtime.memory import CPU_POOL_FLOOR, device_memory
+from jaxserve.runtime.memory import CPU_POOL_FLOOR, device_memory, enough_states
 from jaxserve.runtime.mesh import DeviceMesh, configured_mesh, make_mesh
 from jaxserve.runtime.numeric_check import NumericCase, attention_case, serving_cases, wrong_numbers
 from jaxserve.runtime.runner_config import RunnerConfig, context_length, resolve_dtypes, room_for_adapters
@@ -142,7 +142,7 @@ def _states(
     room = int(config.cache.memory_fraction * device_memory(mesh.devices)) - weights
     if mesh.platform == "cpu":
         room = min(room, max(CPU_POOL_FLOOR, weights))
-    wanted = resolved.num_state_pages or 2 * resolved.max_num_seqs
+    wanted = resolved.num_state_pages or enough_states(resolved.max_num_seqs)
     fit = max(2, room // 2 // state)
     text = f"a recurrent state takes {state / 2**20:.2f} MiB; {fit} take half of the cache's memory, and {wanted} are"
     if wanted > fit:

@@ -170,7 +170,7 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
     else:
         most = [min(num_pages, span.for_requests(sizes.max_num_seqs)) for span, _ in sizes.groups[:1]]
         of_groups = sizes.of_groups(*most, longest=max_model_len) if asked is None and most else asked or ()
-        left = device_bytes - sizes.weight_bytes - sizes.state_bytes - sizes.pool_bytes(num_pages, of_groups)
+        left = max(0, free - sizes.pool_bytes(num_pages, of_groups))
         # All that is left: `plan_states` gives states at most half of a cache.
         num_states = plan_states(2 * left if device_bytes else None, sizes, config.num_state_pages)
         _check_room(sizes, num_pages, of_groups, device_bytes, num_states * sizes.state_page_bytes)
@@ -182,7 +182,9 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
     )
     longest = num_pages * sizes.page_size
     if longest < max_model_len and (not config.shrink_context or longest < sizes.page_size):
-        raise ConfigError(_too_small(sizes, num_pages, of_groups, max_model_len, budget), fix=_advice(longest))
+        states = num_states * sizes.state_page_bytes
+        message = _too_small(sizes, num_pages, of_groups, max_model_len, budget, states)
+        raise ConfigError(message, fix=_advice(longest, asked_states=config.num_state_pages is not None and states > 0))
     _check_groups(sizes, of_groups, min(longest, max_model_len))
     first = num_pages if sizes.page_bytes else of_groups[0]
     return MemoryPlan(
@@ -207,15 +209,24 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
 def plan_states(num_bytes: int | None, sizes: Sizes, asked: int | None = None) -> int:
     """Return the number of recurrent states; 0 if no layer has one.
 
-    It is `asked`, if that is given. Else it is one for each request that may run and one that is cached for each, but
-    at most as many as half of `num_bytes`, the bytes of the cache, holds, and at least 2. num_bytes None: any number
+    It is `asked`, if that is given. Else it is `enough_states`, but at most as many as half of `num_bytes`, the bytes
+    of the cache, holds, and at least 2. num_bytes None: any number
     """
     if not sizes.state_page_bytes:
         return 0
-    most = 2 * sizes.max_num_seqs
+    most = enough_states(sizes.max_num_seqs)
     if num_bytes is not None:
         most = min(most, num_bytes // 2 // sizes.state_page_bytes)
     return max(2, most) if asked is None else asked
+
+
+def enough_states(max_num_seqs: int) -> int:
+    """Return how many recurrent states `max_num_seqs` requests are served well with.
+
+    That is one for each request that may run and one that is cached for each. At least three are cached: the state that
+    a request begins with stays until its first step was read, while its prompt may give two.
+    """
+    return max_num_seqs + max(3, max_num_seqs)
 
 
 def _check_groups(sizes: Sizes, of_groups: Sequence[int], longest: int) -> None:
@@ -364,23 +375,31 @@ def _check_room(
     pool = sizes.pool_bytes(num_pages, of_groups)
     left = device_bytes - sizes.weight_bytes - sizes.state_bytes - recurrent_bytes
     if device_bytes and pool > left:
+        states = f" and {_mib(recurrent_bytes)} of recurrent states" if recurrent_bytes else ""
+        most = max(left, 0) * num_pages // pool
+        fix = f"set it to at most {most}, or leave it out"
         raise ConfigError(
-            f"cache.num_pages is {num_pages}, which takes {_mib(pool)}, and {_mib(left)} are left beside the weights",
-            fix=f"set it to at most {max(left, 0) * num_pages // pool}, or leave it out",
+            f"cache.num_pages is {num_pages}, which takes {_mib(pool)}, and {_mib(left)} are left beside the weights"
+            f"{states}",
+            fix="lower cache.num_state_pages, or leave it out" if states and not most else fix,
         )
 
 
-def _too_small(sizes: Sizes, num_pages: int, of_groups: Sequence[int], max_model_len: int, budget: int) -> str:
+def _too_small(
+    sizes: Sizes, num_pages: int, of_groups: Sequence[int], max_model_len: int, budget: int, recurrent_bytes: int
+) -> str:
     pool = sizes.pool_bytes(num_pages, of_groups)
+    states = f"recurrent states {_mib(recurrent_bytes)}, " if recurrent_bytes else ""
     return (
         f"the KV cache has room for {num_pages * sizes.page_size} tokens, and one request may have {max_model_len} "
         f"(budget {_mib(budget)}: weights {_mib(sizes.weight_bytes)}, slots {_mib(sizes.state_bytes)}, "
-        f"programs {_mib(sizes.scratch_bytes)}, {_mib(pool)} for pages)"
+        f"programs {_mib(sizes.scratch_bytes)}, {states}{_mib(pool)} for pages)"
     )
 
 
-def _advice(longest: int) -> str:
-    lower = f"set model.max_model_len to at most {longest}, " if longest else ""
+def _advice(longest: int, *, asked_states: bool) -> str:
+    lower = "lower cache.num_state_pages, " if asked_states else ""
+    lower += f"set model.max_model_len to at most {longest}, " if longest else ""
     more = "use more devices (jaxserve plan MODEL says how many) or model.quantization"
     return f"{lower}raise cache.memory_fraction or cache.num_pages, {more}, or take a smaller model"
 

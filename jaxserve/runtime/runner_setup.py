@@ -203,7 +203,8 @@ class RunnerSetup:
         if self.tower is not None:
             hidden += self.tower.num_bytes
         weight_bytes = sum(map(_bytes, self.leaves))
-        probe = config.num_pages is None and self.mesh.platform != "cpu" and device_bytes is None
+        fills = config.num_pages is None or (self.steps.states is not None and config.num_state_pages is None)
+        probe = fills and self.mesh.platform != "cpu" and device_bytes is None
         device_bytes = memory.device_memory(self.mesh.devices) if device_bytes is None else device_bytes
         scratch, of_page = self._probe_scratch(device_bytes - weight_bytes) if probe else (self._estimate_scratch(), 0)
         sizes = memory.Sizes(

@@ -16,7 +16,16 @@ from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from jaxserve.runtime import memory, runner_setup
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.kv_cache import LayerCache
-from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
+from jaxserve.runtime.memory import (
+    MIB,
+    MemoryPlan,
+    Sizes,
+    device_memory,
+    plan_memory,
+    plan_states,
+    scratch_bytes,
+    split_pool,
+)
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup, check_reach
@@ -292,3 +301,17 @@ def test_states_of_running_requests_and_as_many_cached_take_at_most_half() -> No
     with pytest.raises(ConfigError, match=r"cache.num_pages is 600"):
         plan(large, num_pages=600, num_state_pages=500, max_model_len=64)
     assert plan().num_state_pages == 0
+    with pytest.raises(ConfigError, match=r"recurrent states 72000 MiB.*\n-> lower cache.num_state_pages"):
+        plan(large, num_state_pages=500)
+
+
+def test_states_of_one_request_are_enough_to_replace_the_one_that_it_begins_with() -> None:
+    counts = [plan_states(None, dataclasses.replace(SIZES, max_num_seqs=n, state_page_bytes=MIB)) for n in (1, 2, 3, 4)]
+    assert counts == [4, 5, 6, 8]
+
+
+def test_states_beside_configured_pages_leave_the_programs_their_memory() -> None:
+    large = dataclasses.replace(SIZES, state_page_bytes=144 * MIB)
+    result = plan(large, num_pages=600, max_model_len=64)
+    assert result.num_state_pages == (53 * 1024 - 1200) // 144
+    assert plan(large, num_pages=27_000, max_model_len=64).num_state_pages == 2, "and the pages are more than that"
