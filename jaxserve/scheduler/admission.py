@@ -191,9 +191,24 @@ class PrefillsInProgress:
 
         The request waits only until the pages that both prompts share are computed.
         """
-        key = self._key(request, request.matched_node or node) if self._leaders else None
-        leader = self._leaders.get(key) if key else None
+        leader = self._leader(request, node) if self._leaders else None
         return leader is not None and self._is_worth(request, leader, node.depth, step)
+
+    def _leader(self, request: Request, node: Node) -> Request | None:
+        """Return the prompt that computes the page after those that were found, or with recurrent states one of these.
+
+        node: where the request could begin. Such a prompt begins where a state is, and comes by the pages behind it.
+        """
+        found: Node = request.matched_node or node
+        key = self._key(request, found)
+        leader = self._leaders.get(key) if key else None
+        places = {place for place, _ in self._leaders} if found is not node else ()
+        while leader is None and found is not node:
+            assert found.parent is not None and not isinstance(found.key, str)
+            if found.parent in places:
+                leader = self._leaders.get((found.parent, found.key))
+            found = found.parent
+        return leader
 
     def _is_worth(self, request: Request, leader: Request, depth: int, step: int) -> bool:
         """depth: number of cached pages that both prompts share"""

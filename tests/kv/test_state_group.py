@@ -225,6 +225,16 @@ def test_siblings_wait_for_the_state_at_the_prompts_last_border(
     assert core.scheduler.counters.prefill_tokens == length + 3 * (length - 56)
 
 
+@pytest.mark.parametrize("budget", [16, 64])
+def test_of_requests_that_arrive_together_one_computes_the_junctions_state(budget: int) -> None:
+    """Their pages are found up to 92 tokens, and a state at 64."""
+    core, shared = core_of(max_num_batched_tokens=budget), words(93)
+    assert computed(core, shared + words(10, 1), "first") == 103
+    before = core.scheduler.counters.prefill_tokens
+    run_all(core, [make_request(f"r{i}", shared + words(10, 2 + i)) for i in range(4)])
+    assert core.scheduler.counters.prefill_tokens - before == (103 - 64) + 3 * (103 - 88)
+
+
 def test_nobody_waits_for_a_prompt_that_keeps_no_state_in_what_both_share() -> None:
     core, shared = core_of(max_num_batched_tokens=100), words(20)
     core.add(make_request("long", shared + words(200, 1)))
