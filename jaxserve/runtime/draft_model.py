@@ -345,6 +345,9 @@ def check_draft_model(draft: ModelConfig, served: ModelConfig) -> None:
         if (width := draft.head.width) != served.hidden_size or draft.hidden_size != served.hidden_size:
             what = f"hidden states of {width} numbers and embeddings of {draft.hidden_size}"
             raise ConfigError(f"speculation.draft_model reads {what}, and the model has {served.hidden_size}", fix=fix)
+        if served.mlp_layers or served.falcon_h1 is not None:  # published layers are joined, or count twice
+            why = f"speculation.draft_model counts the published layers of {served.architecture}, which differ here"
+            raise ConfigError(why, fix="set speculation.method to mtp or ngram")
         if draft.head.taps[0] < 1 or draft.head.taps[-1] > served.num_layers or len(set(draft.head.taps)) != 3:
             why = f"speculation.draft_model reads the layers {draft.head.taps} of a model of {served.num_layers}"
             raise ConfigError(why, fix=fix)

@@ -404,6 +404,8 @@ def test_heads_of_other_models_are_refused(pair: Pair) -> None:
             check_draft_model(head, served.replace(hidden_size=32))
         with pytest.raises(ConfigError, match=r"reads the layers \(1, 2, 3\) of a model of 2"):
             check_draft_model(head, served.replace(num_layers=2))
+        with pytest.raises(ConfigError, match="counts the published layers of"):
+            check_draft_model(head, served.replace(mlp_layers=(True,) * served.num_layers))
 
 
 if __name__ == "__main__":
