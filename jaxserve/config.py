@@ -91,7 +91,8 @@ class CacheSection(Section):
     state_interval: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
         "auto",
         description="Tokens between two recurrent states that the prefix cache keeps of a prompt or an output, rounded "
-        "up to pages. auto: 2048, on a CPU 512; 128 if all are short convolutions.",
+        "up to pages; more where a step computes over four of a prompt. auto: 2048, on a CPU 512; 128 if all are short "
+        "convolutions.",
     )
     memory_fraction: Float = Field(
         0.9,

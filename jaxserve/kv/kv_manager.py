@@ -518,5 +518,6 @@ def _groups(config: SchedulerConfig) -> tuple[LayerGroup, ...]:
     ]
     if config.states is not None:
         sizes, index = (config.states, config.page_size, config.num_slots), 1 + len(groups)
-        groups.append(StateGroup(index, *sizes, max_drafts=config.max_drafts, keeps=config.prefix_cache))
+        budget, keeps = config.prefill_budget, config.prefix_cache
+        groups.append(StateGroup(index, *sizes, prompt_tokens=budget, max_drafts=config.max_drafts, keeps=keeps))
     return tuple(groups)

@@ -65,12 +65,24 @@ def test_a_shared_beginning_costs_an_interval_once_and_then_a_border() -> None:
 
 
 def test_which_states_a_long_prompt_keeps() -> None:
-    """The last border and the deepest multiples: as many as a step has places, and as fill a quarter of the pool."""
-    for changes, expected in (({}, 8), ({"max_num_batched_tokens": 256}, 4), ({"num_pages": 8}, 3)):
-        core, prompt = core_of(**changes), words(255)
+    """The last border and the deepest multiples, as many as fill a quarter of the pool.
+
+    If a step has places for every other multiple only, these, and not the last few of it.
+    """
+    prompt = words(255)
+    cases: tuple[tuple[dict[str, Any], int, int], ...] = (
+        ({}, 8, 224),
+        ({"max_num_batched_tokens": 256}, 4, 192),
+        ({"num_pages": 8}, 3, 224),
+    )
+    for changes, expected, begin in cases:
+        core = core_of(**changes)
         assert computed(core, prompt, "long") == 255
         assert states_of(core).cached.num_pages == expected
-        assert computed(core, prompt[:230] + words(50, 1), "another") == 280 - 224
+        assert computed(core, prompt[:230] + words(50, 1), "another") == 280 - begin
+    core = core_of(max_num_batched_tokens=256)
+    assert computed(core, prompt, "long") == 255
+    assert computed(core, prompt[:70] + words(50, 1), "early") == 120 - 64
 
 
 def test_a_chunk_that_is_shortened_keeps_the_state_that_it_does_not_reach() -> None:

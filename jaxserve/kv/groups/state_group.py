@@ -25,8 +25,8 @@ Which states are kept, at multiples of `border`:
     last border   of a prompt: the last one before its end, for siblings, retries and the next turn
     junction      of a prompt: the last one up to which pages were found, but no state. An earlier request had other
                   tokens after it, and so may the next one (Marconi, https://arxiv.org/abs/2411.19379)
-    intervals     of a prompt: multiples of `interval`. The second prompt with the same beginning computes at most
-                  `interval` of it again
+    intervals     of a prompt: multiples of `interval`; of a larger one, if a step computes more of them than it can
+                  keep. The second prompt with the same beginning computes at most as much of it again
     output        the last multiple of `interval`; of `border`, if there was no page for the prompt's last border. Its
                   page may be the least recently used cached one, because the newest conversation is likelier to go on
                   than the oldest (`_num_spared`)
@@ -79,12 +79,20 @@ def _is_of_output(request: Request, position: int) -> bool:
 class StateGroup:
     """Gives requests their state pages and takes them back. Implements LayerGroup.
 
-    index: of the group, the last one. page_size: tokens of a page of group 0. max_drafts: of a row.
-    keeps: there is a prefix cache
+    index: of the group, the last one. page_size: tokens of a page of group 0. prompt_tokens: at most, of a step.
+    max_drafts: of a row. keeps: there is a prefix cache
     """
 
     def __init__(
-        self, index: int, sizes: StateSizes, page_size: int, num_slots: int, *, max_drafts: int = 0, keeps: bool
+        self,
+        index: int,
+        sizes: StateSizes,
+        page_size: int,
+        num_slots: int,
+        *,
+        prompt_tokens: int,
+        max_drafts: int = 0,
+        keeps: bool,
     ) -> None:
         self.index = index
         self.num_pages = sizes.num_pages
@@ -93,6 +101,7 @@ class StateGroup:
         self._sizes = sizes
         self._page_size = page_size
         self._idle_slots = num_slots
+        self._prompt_tokens = prompt_tokens
         self._max_drafts = max_drafts
         self._keeps = keeps
         # One long prompt must not evict the states of all others.
@@ -159,9 +168,12 @@ class StateGroup:
             return []
         border, interval = self._sizes.border, self._sizes.interval
         last = (request.num_tokens - 1) // border * border
+        # With more multiples than places, a chunk would keep its last few, and no state of its beginning.
+        chunk = min(self._prompt_tokens, request.num_tokens - begin)
+        every = -(-chunk // (STATE_EMITS * interval)) * interval
         matched: Node = request.matched_node
         junction = matched.depth * self._page_size // border * border
-        regular = range(last // interval * interval, begin, -interval)[: self._most_planned]
+        regular = range(last // every * every, begin, -every)[: self._most_planned]
         return [position for position in dict.fromkeys((last, junction, *regular)) if position > begin]
 
     def reach(self, request: Request, end: int) -> int:
