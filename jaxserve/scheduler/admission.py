@@ -279,7 +279,7 @@ class Preemption:
 
         The request with the most progress always stays.
         """
-        kept = self._running.best_first(by_priority=True)
+        kept = self._running.best_first()
         count, wanted = len(kept), max(missing)
         while max(missing) > 0 and len(kept) > 1:
             victim = kept.pop()
@@ -313,7 +313,7 @@ class Preemption:
         if self._kv.has_leaving or not (claim or self.could_help(request.priority)):
             return
         victims: list[Request] = []
-        for victim in reversed(self._running.best_first(by_priority=True)):
+        for victim in reversed(self._running.best_first()):
             if self._is_enough(missing, victims) or (victim.aged and claim is None):
                 break
             if victim.priority < request.priority or victim in started:

@@ -42,7 +42,7 @@ class RunningSet:
         assert self.has_ended or len(running) == len(list(self))
         return running
 
-    def best_first(self, by_priority: bool, *, prompts_only: bool = False) -> list[Request]:
+    def best_first(self, *, prompts_only: bool = False) -> list[Request]:
         """Sort the requests to keep first: aged, better priority, more output, shorter prompt.
 
         prompts_only: return only the requests without output
@@ -52,7 +52,7 @@ class RunningSet:
             (request for request in running if not (prompts_only and request.output_token_ids)),
             key=lambda request: (
                 not request.aged,
-                request.priority if by_priority else 0,
+                request.priority,
                 -len(request.output_token_ids),
                 request.num_prompt_tokens,
             ),

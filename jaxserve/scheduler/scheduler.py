@@ -191,7 +191,7 @@ class Scheduler:
         self._tried_alone: Collection[str] | None = None  # `only` of the last step
         self._batch_waits = False  # batch requests could not start in the last step
         self.pictures = None if config.pictures is None else PicturePool(config.pictures)
-        self._uninitialized: list[Request] = []  # they have a slot, and wait for a picture before their first chunk
+        self._uninitialized: list[Request] = []  # they have a slot and no chunk yet, as their picture has no rows
         start, num_cached = self._admitter.start, self._admitter.num_cached
         reach = self.kv.prompt_reach if self.pictures is None else self._reach
         self._shares = PromptShares(start, num_cached, reach, self._tenants.key_of, config.whole_prompts)
@@ -316,7 +316,7 @@ class Scheduler:
 
     def preempt_all(self, *, prompts_only: bool = False) -> None:
         """Return running requests to the queue: all, or those without output. Their KV is computed again."""
-        for request in reversed(self._running.best_first(by_priority=True, prompts_only=prompts_only)):
+        for request in reversed(self._running.best_first(prompts_only=prompts_only)):
             self._preempt(request)
 
     def waits_for_read(self, now: float) -> bool:
@@ -388,10 +388,7 @@ class Scheduler:
         shares = self._shares.divide(budget, prompts, waiting, step.number)
         for request in self._admitter.started if waiting else ():
             policy.started(request, request.num_prefill_tokens - request.num_computed_tokens)
-            if request in shares:
-                step.init_slot(request, self._eos_token_ids)
-            else:
-                self._uninitialized.append(request)
+            self._uninitialized.append(request)
         for request in [request for request in self._uninitialized if request in shares]:
             self._uninitialized.remove(request)
             step.init_slot(request, self._eos_token_ids)

@@ -35,18 +35,20 @@ def test_what_ended_is_dropped_when_told() -> None:
     members.has_ended = True
     members.drop_ended()
     assert names(list(members)) == "b"
+    members.decoding[0].status = RequestStatus.PREEMPTED
+    members.drop_ended()
+    assert names(list(members)) == "b", "it was not told again"
 
 
 def test_the_furthest_stay_and_then_the_shorter_prompts() -> None:
     members = RunningSet()
     members.decoding += [running("c", output=2), running("b", output=5, prompt=9), running("a", output=5)]
     members.prefilling.append(running("d"))
-    assert names(members.best_first(by_priority=False)) == "abcd"
+    assert names(members.best_first()) == "abcd"
 
 
 def test_priority_comes_before_progress_and_age_before_both() -> None:
     members = RunningSet()
     members.decoding += [running("c", output=9, priority=5), running("b", priority=1)]
     members.decoding.append(running("a", priority=7, aged=True))
-    assert names(members.best_first(by_priority=True)) == "abc"
-    assert names(members.best_first(by_priority=False)) == "acb"
+    assert names(members.best_first()) == "abc"
