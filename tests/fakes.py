@@ -356,6 +356,7 @@ class FakeRunner:
     def _run(self, step: FakeStep) -> None:
         self._move_pages(step.output)
         for init in step.output.slot_inits:
+            assert self.config.pictures or not init.position_delta
             self.slots[init.slot] = FakeSlot(init, tables={group: {} for group in self.spans})
         for update in step.output.table_updates:
             if update.group not in self.spans:

@@ -213,6 +213,8 @@ def test_two_prompts_are_compared_once() -> None:
     assert worth(progress, follower)
     Counted.reads = 0
     assert worth(progress, follower) and Counted.reads <= 2
+    Counted.reads = 0
+    assert progress.awaits_prefill(follower, 2) and not Counted.reads, "it need not be looked up"
 
 
 def test_a_request_keeps_no_other_in_memory() -> None:

@@ -54,3 +54,20 @@ def test_an_aged_online_request_does_not_wait_for_batch_requests(policy: str) ->
         core.scheduler.check_integrity()
         steps += 1
     assert steps <= 80
+
+
+def test_an_aged_request_gets_the_room_that_comes_free_beside_an_online_request() -> None:
+    """Two batch requests hold all pages. The online request preempts both: its own needs and the aged one's are more
+    than the half that one of them gives back."""
+    core, transcripts = make_core(small_config(policy="priority", aging_steps=3, num_pages=12)), Transcripts()
+    for name, length, max_tokens in (("first", 8, 16), ("second", 8, 16), ("aged", 20, 4)):
+        request = make_request(name, range(length), max_tokens=max_tokens, priority=BACKGROUND_PRIORITY, namespace=name)
+        core.add(request)
+    for _ in range(5):
+        transcripts.take(core.step())
+    core.add(make_request("online", range(4), max_tokens=4))
+    for _ in range(4):
+        transcripts.take(core.step())
+        core.scheduler.check_integrity()
+    assert {"aged", "online"} <= transcripts.keys()
+    assert core.scheduler.counters.priority_preemptions == 2

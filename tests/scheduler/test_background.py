@@ -281,6 +281,16 @@ def test_longer_online_prompts_allow_larger_steps_with_lines() -> None:
     assert policy.budget(0, batch=True, now=ONLINE_MEMORY + 1) == 512
 
 
+def test_what_is_cached_of_online_prompts_allows_no_larger_steps_with_lines() -> None:
+    """One prompt in 16 is computed, and four tokens of each other one."""
+    core, steps = recording(max_num_batched_tokens=512, max_model_len=512, num_pages=256, step_times=TIMES)
+    for i in range(16):
+        run_all(core, [make_request(f"online{i}", [7] * 400, max_tokens=1)])
+    core.add(make_request("line", [8] * 400, priority=BACKGROUND_PRIORITY, max_tokens=1))
+    core.step()
+    assert steps[-1] == [("line", 4)]
+
+
 def test_the_steps_of_a_slower_model_have_as_many_tokens_in_more_time() -> None:
     slow = StepTimes({rows: 100 * taken for rows, taken in TIMES.decode.items()}, {8: 0.4, 32: 1.6})
     assert policy_of(step_times=slow).budget(0, batch=True, now=0.0) == 8, "no size is smaller"

@@ -51,7 +51,8 @@ def expire(core: EngineCore) -> None:
 
 
 def failed_elsewhere(core: EngineCore) -> None:
-    core.scheduler.fail("a", "its grammar broke")
+    last = core.scheduler.fail("a", "its grammar broke")
+    assert last is not None and last.error_status == 500
 
 
 @pytest.mark.parametrize("window", [None, 10, 100])
@@ -99,6 +100,7 @@ def test_a_prompt_that_is_preempted_again_and_again_ends(policy: str, batch_poli
     assert transcripts["long"].token_ids == alone(PROMPT, SamplingParams(temperature=0.0, max_tokens=2))[0]
     counters = core.scheduler.counters
     assert counters.priority_preemptions > 1 and counters.recomputed_tokens <= 4 * counters.priority_preemptions
+    assert counters.prefill_tokens == counters.prompt_tokens - counters.cached_tokens + counters.recomputed_tokens
 
 
 def test_a_prompt_that_makes_room_for_decoding_requests_keeps_what_it_has() -> None:

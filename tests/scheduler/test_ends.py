@@ -81,6 +81,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
         assert last and (last.finish_reason, last.error_status) == (FinishReason.ERROR, 504)
         assert last.error == "the deadline of 5 s has passed"
     assert len(transcripts["running"].token_ids) == 3
+    assert core.scheduler.counters.finished_error == 2
     transcripts.take(drain(core))
     assert transcripts["free"].reason is FinishReason.LENGTH
 
@@ -160,6 +161,16 @@ def test_after_a_lost_device_everything_is_computed_again() -> None:
     run_all(core, transcripts=transcripts)
     for request in requests:
         assert transcripts[request.request_id].token_ids == alone(request.prompt_token_ids, request.params)[0]
+
+
+def test_a_slot_that_its_request_left_before_the_device_was_lost_is_free() -> None:
+    """The step that would have freed it is never read."""
+    core = make_core(small_config(max_num_seqs=1))
+    core.add(make_request("a", prompt_of(4), max_tokens=9), make_request("b", prompt_of(4, 9), max_tokens=2))
+    core.step()
+    core.abort(["a"])
+    core.recover()
+    assert len(run_all(core, max_steps=9)["b"].token_ids) == 2
 
 
 def test_arrays_of_another_shape_are_an_error() -> None:

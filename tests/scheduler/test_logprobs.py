@@ -74,8 +74,8 @@ def test_a_prompt_is_gathered_over_chunks_and_preemptions(chunks: list[tuple[int
     """The last case begins again after a preemption, and computes two tokens of the output with the prompt."""
     made, result = request(6), TokenOutput(request_id="r")
     for start, count in chunks:
-        assert made.prompt_extras is not None
-        made.prompt_extras.add(step_extras(start, count), 0, start)
+        sampled = msgspec.structs.replace(with_logprobs(1, 1), extras=step_extras(start, count))
+        gather_prompt_outputs(made, row(start, count), 0, sampled)
     take_prompt_outputs(made, result)
     extras = result.extras
     assert extras is not None and extras.prompt_hidden_states == states(0, 6).tobytes()

@@ -64,15 +64,16 @@ def test_preemption_for_pages_takes_the_worst_and_only_if_that_is_enough() -> No
     assert "worst" in {row.request_id for output in recorder.outputs[4:] for row in output.rows if row.token_ids}
 
 
-def test_nobody_is_preempted_in_vain() -> None:
-    """The newcomer needs more than the only worse request would give back."""
+@pytest.mark.parametrize(("max_tokens", "num_preempted"), [(7, 1), (8, 0)])
+def test_nobody_is_preempted_in_vain(max_tokens: int, num_preempted: int) -> None:
+    """A newcomer needs as much as the only worse request would give back, or one token more."""
     core, _, transcripts = preempting((1000,), num_pages=12, max_model_len=48, new_token_ratio=1.0)
     core.add(make_request("better", prompt_of(24), priority=0, max_tokens=8))
     core.add(make_request("worse", prompt_of(6, 50), priority=9, max_tokens=6))
     step(core, transcripts, times=3)
-    core.add(make_request("new", prompt_of(24, 30), priority=1, max_tokens=8))
+    core.add(make_request("new", prompt_of(8, 30), priority=1, max_tokens=max_tokens))
     run_all(core, transcripts=transcripts)
-    assert core.scheduler.counters.priority_preemptions == 0
+    assert core.scheduler.counters.priority_preemptions == num_preempted
 
 
 @pytest.mark.parametrize("policy", ["lpm", "priority"])

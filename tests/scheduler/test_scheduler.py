@@ -5,6 +5,7 @@ import pytest
 
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError
+from jaxserve.scheduler.pictures import PicturePool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.page_keys import with_pictures
 from jaxserve.types.picture import Picture
@@ -362,6 +363,16 @@ def test_nobody_is_retracted_while_pages_are_about_to_come_free() -> None:
     assert core.scheduler.counters.retractions == 0
 
 
+def test_a_request_without_a_page_for_its_next_token_delays_no_other() -> None:
+    """When the long one needs its third page, the pages of the short one are about to come free."""
+    core, recorder = recording_core((1000,), num_pages=5, max_model_len=20, new_token_ratio=0.01)
+    sizes = {"short": (1, 4), "long": (5, 7), "other": (3, 6)}
+    run_all(core, [make_request(name, prompt_of(n, n), max_tokens=most) for name, (n, most) in sizes.items()])
+    steps = {name: [o.step for o in recorder.outputs if name in o.request_ids] for name in ("long", "other")}
+    assert core.scheduler.counters.retractions == 0
+    assert {name: found[-1] - found[0] + 1 for name, found in steps.items()} == {"long": 8, "other": 6}
+
+
 def test_no_more_are_retracted_than_the_pages_that_they_leave_and_no_longer_want() -> None:
     """Four share two pages, own one each and want one more, of which one is free: two retractions are enough."""
     core = make_core(small_config(num_pages=7, max_model_len=28, new_token_ratio=0.01), eos_token_ids=(1000,))
@@ -453,6 +464,26 @@ def test_numbers_that_cannot_work_are_refused(changes: dict[str, int]) -> None:
 
 
 # --- pictures
+
+
+def test_a_picture_stays_until_another_one_needs_its_rows() -> None:
+    """The one that was used least recently goes first, and no more of them than must."""
+    pool = PicturePool(TowerLimits(num_rows=6, merge=2, pieces={8: ("end",)}))
+
+    def show(name: str) -> None:
+        request = Request(name, prompt_of(4), SamplingParams(), 0.0, 0, 4)
+        request.pictures = (Picture(name.encode() * 32, bytes(8), (1, 2, 4), 0, num_tokens=2),)
+        pool.reach(request, 4)
+        pool.plan()
+        assert pool.reach(request, 4) == request.num_tokens, "it has its rows"
+        request.num_computed_tokens = 4
+        pool.release_passed(request)
+        pool.check_integrity(set())
+
+    for names, encoded, reused in (("abca", 3, 1), ("d", 4, 1), ("ca", 4, 3), ("b", 5, 3)):
+        for name in names:
+            show(name)
+        assert (pool.num_encoded, pool.num_reused) == (encoded, reused)
 
 
 def with_a_picture(start: int) -> Scheduler:
