@@ -226,25 +226,65 @@ def test_tokens_are_those_of_each_request_alone(seed: int) -> None:
         assert transcripts[name].token_ids == alone(request.prompt_token_ids, request.params)[0], name
 
 
-def test_a_claim_takes_what_is_beyond_a_share_and_never_the_last_request() -> None:
-    def request_of(tenant: Tenant, page_ids: Sequence[int] = ()) -> Request:
-        request = Request("", [0] * 10, SamplingParams(), arrival=0.0, seed=0, max_tokens=1)
-        request.tenant, request.page_ids = tenant, [*page_ids]
-        return request
+def request_of(tenant: Tenant, page_ids: Sequence[int] = (), num_tokens: int = 10) -> Request:
+    request = Request(tenant.name, [0] * num_tokens, SamplingParams(), arrival=0.0, seed=0, max_tokens=1)
+    request.tenant, request.page_ids = tenant, [*page_ids]
+    return request
 
-    shares = TenantShares(num_slots=4, num_pages=64, quantum=32)
-    waiting = request_of(LIGHT)
-    running = [request_of(FLOOD, [1]), request_of(FLOOD, [2]), request_of(Tenant("third"), [3])]
-    for request in (waiting, *running):
+
+def shares_of(num_slots: int, *live: Request) -> TenantShares:
+    shares = TenantShares(num_slots, num_pages=64, quantum=32)
+    for request in live:
         shares.add(request)
+    return shares
+
+
+def charge(shares: TenantShares, request: Request, num_tokens: int) -> None:
+    shares.charge([ScheduledRow("", 0, 0, num_tokens, False, [], 0, [])], [request])
+
+
+def test_a_claim_takes_what_is_beyond_a_share_and_never_the_last_request() -> None:
+    waiting = request_of(LIGHT)
+    running = [*(request_of(FLOOD, [page]) for page in range(4)), request_of(Tenant("third"), range(4, 40))]
+    shares = shares_of(6, waiting, *running)
     claim = shares.claim(waiting, running, page_size=4)
     assert claim is not None
-    assert not claim.take(running[2]), "a quarter of the slots is less than a third"
-    assert claim.take(running[0]), "half of them is more"
-    assert not claim.take(running[1])
-    shares.charge([ScheduledRow("", 0, 0, 64, False, [], 0, [])], [waiting])
+    assert not claim.take(running[4]), "it has more than a third of the pages, and no other request"
+    assert [claim.take(each) for each in running[:3]] == [True, True, False], "a third of the slots is its share"
+    charge(shares, waiting, 64)
     claim = shares.claim(waiting, running, page_size=4)
     assert claim is not None and not claim.take(running[0]), "the tenant that waits was served more"
+
+
+@pytest.mark.parametrize(("num_tokens", "claims"), [(10, True), (124, True), (125, False)])
+def test_a_tenant_with_a_request_claims_its_share_and_no_more(num_tokens: int, claims: bool) -> None:
+    """Half of 64 pages, of which it holds one."""
+    waiting = request_of(LIGHT, num_tokens=num_tokens)
+    running = [request_of(FLOOD, [0]), request_of(FLOOD, [1]), request_of(LIGHT, [2])]
+    shares = shares_of(4, waiting, *running)
+    assert (shares.claim(waiting, running, page_size=4) is not None) == claims
+
+
+def test_the_last_slot_and_claims_are_for_tenants_below_their_share() -> None:
+    flood, light = request_of(FLOOD), request_of(LIGHT)
+    shares = shares_of(8, *[flood] * 6, *[light] * 3)
+    for request in (*[flood] * 5, light, light):
+        shares.started(request)
+    assert shares.keeps_last_slot(flood) and not shares.keeps_last_slot(light), "3 of 8 are less than half"
+    assert shares.some_may_start(1)
+    shares.started(flood)
+    assert shares.some_may_start(0), "it may claim a slot"
+    charge(shares, light, 64)
+    assert not shares.some_may_start(0), "it was served more"
+
+
+def test_tenants_alternate_once_they_run_equally_many() -> None:
+    flood, light = request_of(FLOOD, num_tokens=1), request_of(LIGHT, num_tokens=1)
+    shares = shares_of(8, flood, light)
+    for _ in range(2):
+        shares.started(flood)
+    queues = {request.request_id: iter([request] * 4) for request in (flood, light)}
+    assert [request.request_id for request in shares.interleaved(queues)][:6] == ["light"] * 2 + ["flood", "light"] * 2
 
 
 def test_parameters_are_checked() -> None:
