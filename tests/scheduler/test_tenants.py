@@ -47,14 +47,22 @@ def steps_to_first_token(core: EngineCore, request: EngineRequest, transcripts: 
     raise AssertionError("it never started")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("flood_prompt", "flood_tokens"), [(6, 200), (200, 4), (300, 150)])
-@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize(
+    ("flood_prompt", "flood_tokens", "length", "policy"),
+    [
+        (6, 200, 5, "fcfs"),
+        (200, 4, 5, "priority"),
+        (300, 150, 5, "lpm"),
+        (6, 200, 40, "lpm"),
+        (200, 4, 40, "fcfs"),
+        (300, 150, 40, "priority"),
+    ],
+)
 def test_a_flood_delays_another_tenant_by_two_steps(
     policy: str, flood_prompt: int, flood_tokens: int, length: int
 ) -> None:
     """Long outputs hold every slot, long prompts the token budget, both together the pages."""
-    mine = [make_request(f"light{i}", prompt(length), max_tokens=6, tenant=LIGHT) for i in range(30)]
+    mine = [make_request(f"light{i}", prompt(length), max_tokens=6, tenant=LIGHT) for i in range(10)]
     idle = core_of(policy=policy)
     lone = max(steps_to_first_token(idle, request, Transcripts()) for request in mine[:1])
     core, transcripts = core_of(policy=policy), Transcripts()
@@ -116,10 +124,9 @@ def test_without_tenants_the_flood_comes_first() -> None:
     assert steps_to_first_token(core, make_request("light", prompt(5), max_tokens=6), transcripts) > 100
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "weights"), [("fcfs", (1.0, 1.0)), ("lpm", (1.0, 3.0)), ("priority", (1.0, 3.0))])
 def test_two_floods_are_served_by_weight(policy: str, weights: tuple[float, float]) -> None:
-    """Shares of all tokens, prompt and output, over 3,000 steps. The lengths of one tenant's requests are twice as
+    """Shares of all tokens, prompt and output, over 500 steps. The lengths of one tenant's requests are twice as
     long."""
     core, transcripts = core_of(policy=policy), Transcripts()
     tenants = [Tenant(f"t{i}", weight=weight) for i, weight in enumerate(weights)]
@@ -127,7 +134,7 @@ def test_two_floods_are_served_by_weight(policy: str, weights: tuple[float, floa
     sizes = [(10, 12), (20, 24)]
     live: list[dict[str, EngineRequest]] = [{}, {}]
     number = 0
-    for _ in range(3000):
+    for _ in range(500):
         for i, tenant in enumerate(tenants):
             while len(live[i]) < 2 * SLOTS:
                 number += 1
@@ -145,7 +152,7 @@ def test_two_floods_are_served_by_weight(policy: str, weights: tuple[float, floa
             if output.finish_reason is not None:
                 del live[i][output.request_id]
     share = served[1] / sum(served)
-    assert share == pytest.approx(weights[1] / sum(weights), abs=0.05), served
+    assert share == pytest.approx(weights[1] / sum(weights), abs=0.03), served
     core.scheduler.check_integrity()
 
 
@@ -202,12 +209,12 @@ def test_one_tenant_is_scheduled_as_none() -> None:
     assert steps(None) == steps(FLOOD)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_tokens_are_those_of_each_request_alone(seed: int) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_are_those_of_each_request_alone(policy: str) -> None:
     """Few pages, three tenants with weights and a limit, requests that are aborted."""
-    rng = random.Random(seed)
+    rng = random.Random(policy)
     tenants = [None, Tenant("a", 3.0), Tenant("b", 0.5, max_running=3)]
-    core, transcripts = core_of(num_pages=60, policy=rng.choice(POLICIES)), Transcripts()
+    core, transcripts = core_of(num_pages=60, policy=policy), Transcripts()
     asked: dict[str, EngineRequest] = {}
     for number in range(300):
         if rng.random() < 0.4:
