@@ -235,14 +235,15 @@ def test_ten_thousand_requests_at_three_times_the_memory(served: Served) -> None
         outputs = run_all(core, [request])["alone"].outputs
         likeliest = [token.top_logprobs for output in outputs for token in output.logprobs or []]
         lengths[i] = next((k for k, (first, second) in enumerate(likeliest) if first - second < TIE), lengths[i])
-        assert lengths[i] > 0, "choose another seed: the first token is a tie"
         alone.append([token for output in outputs for token in output.token_ids][: lengths[i]])
+    usable = [i for i in range(DISTINCT) if lengths[i]]  # the first token of the others is a tie
+    assert len(usable) > 0.9 * DISTINCT
     core = served.core(num_pages=num_pages, new_token_ratio=0.1)
     wanted, live, done = 0, dict[str, tuple[int, list[int]]](), 0
     sizes = [-(-(len(prompt) + length) // PAGE) for prompt, length in zip(prompts, lengths, strict=True)]
     while done < MANY:
         while wanted < 3 * num_pages and done + len(live) < MANY:
-            name, index = f"r{done + len(live)}", rng.randrange(DISTINCT)
+            name, index = f"r{done + len(live)}", rng.choice(usable)
             core.add(make_request(name, prompts[index], max_tokens=lengths[index]))
             live[name], wanted = (index, []), wanted + sizes[index]
         for output in core.step():
