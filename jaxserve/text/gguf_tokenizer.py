@@ -87,7 +87,7 @@ _LLAMA3_CUT = _Cut(_LLAMA3 % r"\p{N}{1,3}", whole_words=True, adds_bos=True)
 _QWEN2_CUT = _Cut(_LLAMA3 % r"\p{N}", nfc=True)
 _CUTS = MappingProxyType(
     {
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_CUT),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), _LLAMA3_CUT),
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_CUT),
         "tekken": _Cut(_TEKKEN, whole_words=True, adds_bos=True),
         "smollm": _Cut(digits=True),

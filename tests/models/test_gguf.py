@@ -23,19 +23,21 @@ from jaxserve.model_files import check_local_model, gguf_parts
 from jaxserve.models.checkpoint import loader
 from jaxserve.models.checkpoint.chosen_form import choose_quantization
 from jaxserve.models.checkpoint.files import ModelFiles
-from jaxserve.models.checkpoint.hf_config import read_config
+from jaxserve.models.checkpoint.gguf import published_tensors
+from jaxserve.models.checkpoint.hf_config import from_hf, read_config
 from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
 from jaxserve.models.checkpoint.published_size import published_size
 from jaxserve.models.checkpoint.structure import build
 from jaxserve.models.checkpoint.weight_sources import directory_source, source_of
 from jaxserve.models.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, inverse_frequencies
+from jaxserve.models.tensor_names import published_names
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.page_file import fingerprint
 from tests.conftest import ONE_ROW
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
-from tests.models.families import CASES
+from tests.models.families import CASES, STATE_CASES
 from tests.models.gguf_files import Tensors, write_gguf
 from tests.models.test_quantization import assert_equal_models
 from tests.models.test_quantize_at_load import load, widened
@@ -49,11 +51,19 @@ MODELS = {
     "llama of blocks": LLAMA | {"hidden_size": 256, "intermediate_size": 256},
     "qwen2": CASES["qwen2"] | SIZES,
     "qwen3": CASES["qwen3"] | SIZES,
+    "lfm2": STATE_CASES["lfm2"]
+    | SIZES
+    | {"norm_eps": 2e-4, "conv_L_cache": 4, "block_ff_dim": 144, "block_ffn_dim_multiplier": 1.0},
+    "lfm2 of blocks": STATE_CASES["lfm2"]
+    | SIZES
+    | {"hidden_size": 256, "intermediate_size": 256, "block_ff_dim": 384, "block_ffn_dim_multiplier": 1.0},
 }
 PLAIN = [("llama", kind) for kind in ("F32", "F16", "BF16")] + [("qwen2", "F32"), ("qwen3", "F16")]
-KEPT = [(name, kind) for name in ("llama", "qwen2", "qwen3") for kind in ("Q8_0", "Q4_0")]
-KEPT += [("llama", "Q5_0"), ("llama of blocks", "Q6_K")]
+PLAIN += [("lfm2", kind) for kind in ("F32", "F16")]
+KEPT = [(name, kind) for name in ("llama", "qwen2", "qwen3", "lfm2") for kind in ("Q8_0", "Q4_0")]
+KEPT += [("llama", "Q5_0"), ("llama of blocks", "Q6_K"), ("lfm2 of blocks", "Q6_K")]
 WITH_MINIMA = [("llama", "Q4_1"), ("llama", "Q5_1"), ("llama of blocks", "Q4_K"), ("llama of blocks", "Q5_K")]
+WITH_MINIMA += [("lfm2", "Q5_1"), ("lfm2 of blocks", "Q4_K")]
 # As llama.cpp mixes Q4_K_M: the values and the last matrix of half of the layers, and the head, have more bits.
 Q4_K_M = {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "output": "Q6_K"}
 
@@ -63,8 +73,15 @@ def written(directory: Path, name: str, kind: str, **others: str) -> tuple[Path,
     hf = MODELS[name]
     (directory / "gguf").mkdir(parents=True)
     file = directory / "gguf" / "model.gguf"
-    decoded = write_gguf(file, hf, random_tensors(hf), kind, **others)
+    decoded = write_gguf(file, hf, published(hf), kind, **others)
     return file, write_checkpoint(directory / "plain", hf, decoded)
+
+
+def published(hf: dict[str, Any]) -> Tensors:
+    """Random tensors by the names of the published checkpoint."""
+    rules, tensors = from_hf(hf).tensor_names, random_tensors(hf)
+    parts = {name: name.rpartition(".") for name in tensors}
+    return {f"{published_names(parts[name][0], rules)[-1]}.{parts[name][2]}": each for name, each in tensors.items()}
 
 
 @pytest.mark.parametrize(("name", "kind"), PLAIN)
@@ -82,8 +99,8 @@ def test_codes(name: str, kind: str, tmp_path: Path) -> None:
     file, plain = written(tmp_path, name, kind)
     kept, expected = load(file, "stored"), load(plain, "none")
     held = [spec for spec in kept.structure.specs if spec.packing is not None and spec.packing.role == "values"]
-    tied = kept.config.tie_word_embeddings
-    assert len(held) == 4 * kept.config.num_layers + (not tied)
+    tied, convolutions = kept.config.tie_word_embeddings, sum(map(bool, kept.config.layer_states))
+    assert len(held) == 4 * kept.config.num_layers + (not tied) - convolutions, "a convolution's in_proj is not held"
     assert {spec.dtype for spec in held} == {jnp.dtype("uint8" if kind == "Q4_0" else "int8")}
     assert_equal_models(widened(kept), expected)
     assert_equal_models(load(file, "none"), expected)
@@ -181,7 +198,7 @@ def test_new_weights_must_have_the_same_types(tmp_path: Path) -> None:
 
 
 def test_the_configuration(tmp_path: Path) -> None:
-    for name in ("llama", "qwen2", "qwen3"):
+    for name in ("llama", "qwen2", "qwen3", "lfm2"):
         file, plain = written(tmp_path / name, name, "F32")
         got, expected = read_config(file), read_config(plain)
         assert got.eos_token_ids == (2,)
@@ -251,6 +268,64 @@ def with_tensors(directory: Path, tensors: Tensors, architecture: str = "llama",
 def test_what_is_not_computed_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_config(with_tensors(tmp_path, {}, **values))
+
+
+SHORT: dict[str, Any] = {"block_count": 3, "attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attention.head_count_kv": [0, 2]}, "head_count_kv must have 0 or one number for each of 3 layers"),
+        ({"attention.head_count_kv": [0, 2, 0, 2]}, "head_count_kv must have 0 or one number for each of 3 layers"),
+        ({"attention.head_count_kv": [0, 2, 4]}, "head_count_kv must have 0 or one number for each of 3 layers"),
+        ({"attention.head_count_kv": [0, 0, 0]}, "head_count_kv must have 0 or one number for each of 3 layers"),
+        ({"attention.head_count_kv": [0, -2, 0]}, "num_key_value_heads"),
+        ({"attention.head_count_kv": 0}, "num_key_value_heads"),
+        (
+            {"attention.head_count_kv": ["no", "yes"], "block_count": 2},
+            "0 or one number for each of 2 layers",
+        ),
+        ({"attention.head_count": [4, 8, 4]}, "heads of"),
+        ({"shortconv.l_cache": None}, r"shortconv\.l_cache is missing"),
+        ({"shortconv.l_cache": 0}, "conv_L_cache"),
+        ({"shortconv.l_cache": 2**31}, "conv_L_cache"),
+        ({"shortconv.l_cache": "three"}, "conv_L_cache"),
+        ({"shortconv.l_cache": [3, 3, 3]}, "conv_L_cache"),
+        ({"attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
+        ({"attention.sliding_window": 32}, r"not supported: attention\.sliding_window"),
+        ({"expert_count": 8}, "not supported: expert_count"),
+    ],
+)
+def test_a_wrong_lfm2_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert read_config(with_tensors(tmp_path, {}, "lfm2", **SHORT)).num_layers == 3
+    with pytest.raises(ModelLoadError, match=message) as error:
+        read_config(with_tensors(tmp_path, {}, "lfm2", **SHORT | values))
+    assert "\n" not in str(error.value)
+
+
+def test_what_other_architectures_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="'lfm2moe' of GGUF is not supported"):
+        read_config(with_tensors(tmp_path, {}, "lfm2moe", **SHORT))
+    with pytest.raises(ModelLoadError, match=r"not supported: shortconv\.l_cache"):
+        read_config(with_tensors(tmp_path, {}, "llama", **{"shortconv.l_cache": 3}))
+
+
+def test_an_lfm2_of_attention_alone(tmp_path: Path) -> None:
+    for heads in (2, [2, 2, 2]):
+        config = read_config(with_tensors(tmp_path, {}, "lfm2", **SHORT | {"attention.head_count_kv": heads}))
+        assert (config.layer_states, config.num_kv_heads) == ((None, None, None), 2)
+
+
+def test_an_lfm2_of_ollama(tmp_path: Path) -> None:
+    """Its final norm has another name, and its width is the one of config.json from which the model's is computed."""
+    norm, gate = np.arange(64, dtype=np.float32), np.zeros((96, 64), np.float32)
+    tensors = {"output_norm.weight": norm, "blk.0.ffn_gate.weight": gate}
+    file = with_tensors(tmp_path, tensors, "lfm2", **SHORT | {"feed_forward_length": 144})
+    assert read_config(file).intermediate_size == 96
+    assert "model.norm.weight" in published_tensors(file)
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight twice"):
+        published_tensors(with_tensors(tmp_path, tensors | {"token_embd_norm.weight": norm}, "lfm2", **SHORT))
 
 
 def test_a_file_with_a_tower_alone_is_refused(tmp_path: Path) -> None:

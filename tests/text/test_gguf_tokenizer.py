@@ -42,6 +42,7 @@ WORDS = {
         *("'t", "!"),
     ],
 }
+WORDS["lfm2"] = WORDS["llama-bpe"]
 
 
 def write(path: Path, values: dict[str, Any]) -> Path:

@@ -1,7 +1,7 @@
 """Present a GGUF file as the safetensors checkpoint that it was made of: the keys of its config.json, and its tensors.
 
-The header, its metadata and its table of tensors are read and checked first. GGUF's names are mapped to the names of
-the safetensors checkpoint. A tensor is read by rows, dequantized or as quantized values.
+The header, its metadata and its table of tensors are read and checked first. GGUF's names are mapped to those of a
+safetensors checkpoint with the names of the modules here. A tensor is read by rows, dequantized or as quantized values.
 
 A weight of a quantized type is value * scale - minimum in float32. A block of a K-quant (Q4_K, Q5_K, Q6_K) has 256
 weights in groups of 32 or 16, whose scales and minima are integers times a scale of the block. A block of another type
@@ -292,17 +292,14 @@ class BlockTensor:
 
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 2**16
-# values that a file may have for each layer
-_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length")
-_PER_LAYER += ("attention.sliding_window", "feed_forward_length", "rope.dimension_count", "rope.freq_base")
-_BY_LAYER = frozenset(f"{name}.{key}" for name in ("llama", "qwen2", "qwen3") for key in _PER_LAYER)
 
 
 @dataclass(frozen=True)
 class GgufFile:
     """The header of a file.
 
-    values: metadata by key. An array, or a text above 1 MB, is replaced by a text that gives its length
+    values: metadata by key. An array of a key that is in _BY_LAYER is a list. Another array, and a text above 1 MB, is
+      replaced by a text that gives its length
     tensors: by their names in the file
     """
 
@@ -341,7 +338,7 @@ def read_gguf(path: Path) -> GgufFile:
 def _read_part(path: Path) -> GgufFile:
     with open_header(path) as header:
         num_tensors, num_values = header.counts()
-        values = {key: _one_number(value) for key, value in header.values(num_values, _BY_LAYER).items()}
+        values = header.values(num_values, _BY_LAYER)
         entries = [_Entry.read(header) for _ in range(num_tensors)]
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
@@ -405,9 +402,6 @@ def _located(path: Path, entries: list[_Entry], start: int, size: int) -> dict[s
     return found
 
 
-ARCHITECTURES = MappingProxyType(  # as `general.architecture` says: as config.json does
-    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-)
 _EPSILON = "attention.layer_norm_rms_epsilon"
 _KEYS = MappingProxyType(
     {
@@ -450,6 +444,70 @@ _NAMES = MappingProxyType(
     | {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     | {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture, which `general.architecture` names.
+
+    published: its name in config.json. keys: of the metadata -> of config.json. needed: those that a file must have
+    names: of tensors -> of modules, as in Llama's safetensors checkpoint or as here
+    changes: (file, its metadata below the architecture's name) -> keys of config.json to add or replace
+    """
+
+    published: str
+    keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: _KEYS)
+    needed: tuple[str, ...] = (_EPSILON,)
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NAMES)
+    changes: Callable[[GgufFile, Json], dict[str, Any]] = lambda file, given: {}
+
+
+def _lfm2(file: GgufFile, given: Json) -> dict[str, Any]:
+    """Return the kinds of LFM2's layers, of which those without kv heads are convolutions, and the MLP's width.
+
+    The width is that of the tensors: files of Ollama give block_ff_dim, of which the model computes the width.
+    """
+    config: dict[str, Any] = {"block_auto_adjust_ff_dim": False}
+    if "blk.0.ffn_gate.weight" in file.tensors:
+        config["intermediate_size"] = file.tensors["blk.0.ffn_gate.weight"].shape[0]
+    counts, layers = given.get("attention.head_count_kv"), given.get("block_count")
+    if not isinstance(counts, list):  # one number for all layers
+        return config
+    heads = {*counts} - {0}
+    if len(counts) != layers or len(heads) != 1:
+        raise ModelLoadError(
+            f"{file.path}: attention.head_count_kv must have 0 or one number for each of {shown(layers)} layers",
+            fix="download the file again",
+        )
+    kinds = ["full_attention" if count else "conv" for count in counts]
+    return config | {"layer_types": kinds, "num_key_value_heads": heads.pop()}
+
+
+_L_CACHE = "shortconv.l_cache"
+_LFM2 = Architecture(
+    "Lfm2ForCausalLM",
+    MappingProxyType(_KEYS | {_EPSILON: "norm_eps", _L_CACHE: "conv_L_cache"}),
+    (_EPSILON, _L_CACHE),
+    MappingProxyType(
+        _NAMES
+        | {"token_embd_norm": "model.norm"}  # in llama.cpp's files; Ollama's have output_norm
+        | {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
+    ),
+    _lfm2,
+)
+ARCHITECTURES = MappingProxyType(
+    {
+        "llama": Architecture("LlamaForCausalLM"),
+        "qwen2": Architecture("Qwen2ForCausalLM"),
+        "qwen3": Architecture("Qwen3ForCausalLM"),
+        "lfm2": _LFM2,
+    }
+)
+# values that a file may have for each layer
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length")
+_PER_LAYER += ("attention.sliding_window", "feed_forward_length", "rope.dimension_count", "rope.freq_base")
+_BY_LAYER = frozenset(f"{name}.{key}" for name in ARCHITECTURES for key in _PER_LAYER)
+_SHORT_KERNEL = ".shortconv.conv."  # always float32 in llama.cpp's files, and without the axis of 1 before the taps
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROTATED = re.compile(r"\.[qk]_proj\.")  # a llama's rows of these are interleaved in the file
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -462,18 +520,23 @@ def published_config(file: Path) -> dict[str, Any]:
 
 
 def published_tensors(path: Path) -> dict[str, TensorInfo | BlockTensor]:
-    """Return the tensors of a GGUF file by their names in the model's safetensors checkpoint.
+    """Return the tensors of a GGUF file by the names of the modules here, in the shapes of a safetensors checkpoint.
 
     Raises ModelLoadError if the file is damaged or its architecture is not supported.
     """
     file = read_gguf(path)
     config = _as_published(file)
     interleaved = config["architectures"] == ["LlamaForCausalLM"]
+    names = _architecture(file).names
     found: dict[str, TensorInfo | BlockTensor] = {}
     for name, tensor in file.tensors.items():
         if name == _ROPE_FACTORS:
             continue
-        full = _full_name(name)
+        full = _full_name(name, names)
+        if full in found:
+            raise ModelLoadError(f"{path} has {full} twice, one of them as {name[:100]}", fix="download it again")
+        if _SHORT_KERNEL in name:
+            tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, *tensor.shape[1:]))
         if interleaved and _ROTATED.search(full):
             tensor = dataclasses.replace(tensor, head_rows=_head_dim(config))
         found[full] = _plain(tensor)
@@ -487,13 +550,13 @@ def _plain(tensor: BlockTensor) -> TensorInfo | BlockTensor:
     return TensorInfo(tensor.raw.file, tensor.block.dtype, tensor.shape, tensor.raw.begin)
 
 
-def _full_name(name: str) -> str:
-    """Return the published name. An unknown name is returned unchanged, and is later reported as a misfit."""
+def _full_name(name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a tensor here. An unknown name is returned unchanged, and is later reported as a misfit."""
     layer = _LAYER.fullmatch(name)
     base, _, kind = (layer.group(2) if layer else name).rpartition(".")
-    if base not in _NAMES:
+    if base not in names:
         return name
-    return f"model.layers.{layer.group(1)}.{_NAMES[base]}.{kind}" if layer else f"{_NAMES[base]}.{kind}"
+    return f"model.layers.{layer.group(1)}.{names[base]}.{kind}" if layer else f"{names[base]}.{kind}"
 
 
 def _quantized_types(file: GgufFile) -> dict[str, str]:
@@ -501,11 +564,12 @@ def _quantized_types(file: GgufFile) -> dict[str, str]:
 
     Embeddings are not among them, nor a head of a type that does not stay quantized: they are dequantized at load.
     """
+    names = _architecture(file).names
     found: dict[str, str] = {}
     for name, tensor in file.tensors.items():
         quantized = tensor.block.count > 1 and len(tensor.shape) == 2
         if quantized and (_LAYER.match(name) or tensor.block.name in HELD_BLOCKS):
-            found[_full_name(name).removesuffix(".weight")] = tensor.block.name
+            found[_full_name(name, names).removesuffix(".weight")] = tensor.block.name
     return found if any(name.startswith("model.layers.") for name in found) else {}
 
 
@@ -518,7 +582,8 @@ def _head_dim(config: Json) -> int:
     return config.get("head_dim") or hidden // heads
 
 
-def _as_published(file: GgufFile) -> dict[str, Any]:
+def _architecture(file: GgufFile) -> Architecture:
+    """Return the architecture of a file. Raises ModelLoadError if it is not supported."""
     name = file.values.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         if name == "clip":
@@ -530,11 +595,17 @@ def _as_published(file: GgufFile) -> dict[str, Any]:
         raise ModelLoadError(
             f"{file.path}: {shown(name)} of GGUF is not supported", fix=f"serve one of: {supported}, or safetensors"
         )
-    own = {key.removeprefix(f"{name}."): value for key, value in file.values.items() if key.startswith(f"{name}.")}
-    _refuse_others(file.path, own)
-    config: dict[str, Any] = {"architectures": [ARCHITECTURES[name]]}
-    config |= {key: own[given] for given, key in _KEYS.items() if given in own}
-    config |= {"head_dim": _head_dim(config)} | _token_ids(file)
+    return ARCHITECTURES[name]
+
+
+def _as_published(file: GgufFile) -> dict[str, Any]:
+    architecture, prefix = _architecture(file), f"{file.values['general.architecture']}."
+    given = {key.removeprefix(prefix): value for key, value in file.values.items() if key.startswith(prefix)}
+    own = {key: _one_number(value) for key, value in given.items()}
+    _refuse_others(file.path, own, architecture)
+    config: dict[str, Any] = {"architectures": [architecture.published]}
+    config |= {key: own[name] for name, key in architecture.keys.items() if name in own}
+    config |= {"head_dim": _head_dim(config)} | _token_ids(file) | architecture.changes(file, given)
     tensors = file.tensors
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_output.bias" in tensors
@@ -546,15 +617,16 @@ def _as_published(file: GgufFile) -> dict[str, Any]:
     return config | _scaling(file, own) | _numbers(file)
 
 
-def _refuse_others(path: Path, own: Json) -> None:
-    known = {*_KEYS, *_OTHER_KEYS, *(f"rope.scaling.{key}" for key in _SCALING_KEYS)}
+def _refuse_others(path: Path, own: Json, architecture: Architecture) -> None:
+    known = {*architecture.keys, *_OTHER_KEYS, *(f"rope.scaling.{key}" for key in _SCALING_KEYS)}
     others = sorted(key for key, value in own.items() if value and key not in known and not _is_default(own, key))
     if others:
         raise ModelLoadError(f"{path} has values that are not supported: {', '.join(others)[:200]}")
     if own.get("attention.causal", True) is not True:
         raise ModelLoadError(f"{path}: attention to later tokens (attention.causal) is not supported")
-    if _EPSILON not in own:
-        raise ModelLoadError(f"{path}: {_EPSILON} is missing", fix="download the file again")
+    for key in architecture.needed:
+        if key not in own:
+            raise ModelLoadError(f"{path}: {key} is missing", fix="download the file again")
 
 
 def _is_default(own: Json, key: str) -> bool:
@@ -583,7 +655,8 @@ def _numbers(file: GgufFile) -> dict[str, Any]:
     types = _quantized_types(file)
     if types:
         return {"dtype": "float16", "quantization_config": {"quant_method": "gguf", "types": types}}
-    kinds = {tensor.block.name for name, tensor in file.tensors.items() if _LAYER.match(name) and len(tensor.shape) > 1}
+    matrices = {name: each for name, each in file.tensors.items() if _LAYER.match(name) and len(each.shape) > 1}
+    kinds = {tensor.block.name for name, tensor in matrices.items() if _SHORT_KERNEL not in name}
     return {"dtype": _DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"}
 
 
