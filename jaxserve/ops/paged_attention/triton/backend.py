@@ -10,7 +10,7 @@ the kernel, through the log-sum-exp.
 
 Triton takes only shapes that are powers of two; other head counts and sizes use masked loads and stores.
 Its gathers use offsets of 32 bits if a layer's cache has up to 4 GiB; a larger cache works but is slower. The offsets
-have a sign, so the memory plan makes no 8-bit pages of 2 to 4 GiB (`memory.within_reach`).
+have a sign, so the memory plan makes no 8-bit pages of 2 to 4 GiB (`memory.addressable`).
 """
 
 from __future__ import annotations
