@@ -59,11 +59,11 @@ MODELS = {
     | {"hidden_size": 256, "intermediate_size": 256, "block_ff_dim": 384, "block_ffn_dim_multiplier": 1.0},
 }
 PLAIN = [("llama", kind) for kind in ("F32", "F16", "BF16")] + [("qwen2", "F32"), ("qwen3", "F16")]
-PLAIN += [("lfm2", kind) for kind in ("F32", "F16")]
-KEPT = [(name, kind) for name in ("llama", "qwen2", "qwen3", "lfm2") for kind in ("Q8_0", "Q4_0")]
-KEPT += [("llama", "Q5_0"), ("llama of blocks", "Q6_K"), ("lfm2 of blocks", "Q6_K")]
+PLAIN += [("lfm2", "F16")]
+KEPT = [(name, kind) for name in ("llama", "qwen2", "qwen3") for kind in ("Q8_0", "Q4_0")]
+KEPT += [("llama", "Q5_0"), ("llama of blocks", "Q6_K"), ("lfm2", "Q4_0")]
 WITH_MINIMA = [("llama", "Q4_1"), ("llama", "Q5_1"), ("llama of blocks", "Q4_K"), ("llama of blocks", "Q5_K")]
-WITH_MINIMA += [("lfm2", "Q5_1"), ("lfm2 of blocks", "Q4_K")]
+WITH_MINIMA += [("lfm2 of blocks", "Q4_K")]
 # As llama.cpp mixes Q4_K_M: the values and the last matrix of half of the layers, and the head, have more bits.
 Q4_K_M = {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "output": "Q6_K"}
 
