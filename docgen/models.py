@@ -113,7 +113,8 @@ ROWS = (
         larger=("Step3p7",)),
     Row("MiMo V2 Flash", "309B-A15B", ("MiMoV2Flash",), ("mimo", "qwen3")),
     Row("MiMo 7B", "7B", ("MiMo",), _QWEN, like="Qwen2"),
-    Row("LFM2, LFM2-MoE", "350M to 8B-A1B", ("Lfm2", "Lfm2Moe"), ("lfm2", "deepseek_v3")),
+    Row("LFM2", "350M to 2.6B", ("Lfm2",), ("lfm2", "deepseek_v3")),
+    Row("LFM2-MoE", "8B-A1B", ("Lfm2Moe",), ("lfm2", "deepseek_v3")),
     Row("BERT: MiniLM, ms-marco-MiniLM", "22M to 335M", ("Bert",)),
     Row("RoBERTa, XLM-RoBERTa: bge-m3, bge-reranker", "125M to 568M", ("Roberta", "XLMRoberta")),
 )  # fmt: skip
@@ -167,12 +168,12 @@ def _images(row: Row) -> str:
 def _weights(row: Row) -> str:
     if not row.texts:
         return "safetensors"
-    if not set(row.texts).isdisjoint(hf["architectures"][0] for hf in STATE_CASES.values()):
-        return "16 bits, and quantized as published"
     if "Step3p7ForCausalLM" in row.texts:
         return "16 bits, FP8, and quantized at load"  # one tensor of all experts was tried in no other form
-    in_gguf = not row.larger and not set(row.texts).isdisjoint(GGUF.values())
-    return "all forms, GGUF" if in_gguf else "all forms"
+    with_states = {hf["architectures"][0] for hf in STATE_CASES.values()}
+    forms = "all forms" if with_states.isdisjoint(row.texts) else "16 bits, quantized as published"
+    in_gguf = {architecture.published for architecture in GGUF.values()}
+    return forms if row.larger or in_gguf.isdisjoint(row.texts) else f"{forms}, GGUF"
 
 
 def cells(row: Row) -> list[str]:
