@@ -53,6 +53,9 @@ _LONGEST_PIECE = 256  # characters; sentencepiece's own limit is 16, and runs of
 
 _ENDING = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*" + _ENDING
+_QWEN35 = (  # marks belong to the letters before them
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+) + _ENDING
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -89,6 +92,8 @@ _CUTS = MappingProxyType(
     {
         **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), _LLAMA3_CUT),
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_CUT),
+        "qwen35": _Cut(_QWEN35, nfc=True),
+        "dbrx": _Cut(_LLAMA3 % r"\p{N}{1,3}"),
         "tekken": _Cut(_TEKKEN, whole_words=True, adds_bos=True),
         "smollm": _Cut(digits=True),
         "gpt-2": _Cut(),

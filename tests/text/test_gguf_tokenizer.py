@@ -42,7 +42,7 @@ WORDS = {
         *("'t", "!"),
     ],
 }
-WORDS["lfm2"] = WORDS["llama-bpe"]
+WORDS |= dict.fromkeys(("lfm2", "dbrx"), WORDS["llama-bpe"]) | {"qwen35": WORDS["qwen2"]}
 
 
 def write(path: Path, values: dict[str, Any]) -> Path:
@@ -99,6 +99,15 @@ def test_the_names_of_qwen_compose_characters(trained: tokenizers.Tokenizer, tmp
     composed = {pre: write(tmp_path / f"{pre}.gguf", of_bytes(trained, pre)) for pre in ("qwen2", "gpt-2")}
     found = {pre: Tokenizer.from_directory(file).encode("e\u0301") for pre, file in composed.items()}
     assert found["qwen2"] == Tokenizer.from_directory(composed["gpt-2"]).encode("\u00e9") != found["gpt-2"]
+
+
+def test_marks_are_parts_of_words_in_qwen35(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    word, found = "a\u0323\u0324b", {}  # two marks that are not composed with each other
+    for pre in ("qwen2", "qwen35"):
+        backend = Tokenizer.from_directory(write(tmp_path / f"{pre}.gguf", of_bytes(trained, pre))).backend
+        cut = backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(word))  # type: ignore[union-attr]
+        found[pre] = len(cut)
+    assert found == {"qwen2": 2, "qwen35": 1}
 
 
 @pytest.mark.parametrize(("name", "pre"), [("gpt2", "gpt-2"), ("smollm2", "smollm"), ("qwen3", "qwen2")])
