@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compiled import table
-from jaxserve.models.checkpoint.gguf import ARCHITECTURES as GGUF
+from jaxserve.models.checkpoint.gguf_models import ARCHITECTURES as GGUF
 from jaxserve.models.families.registry import ARCHITECTURES, NESTED
 from jaxserve.models.unserved import BY_ARCHITECTURE
 from tests.models.families import CASES, CLASSIFIERS, ENCODERS, STATE_CASES
@@ -172,8 +172,10 @@ def _weights(row: Row) -> str:
         return "16 bits, FP8, and quantized at load"  # one tensor of all experts was tried in no other form
     with_states = {hf["architectures"][0] for hf in STATE_CASES.values()}
     forms = "all forms" if with_states.isdisjoint(row.texts) else "16 bits, quantized as published"
-    in_gguf = {architecture.published for architecture in GGUF.values()}
-    return forms if row.larger or in_gguf.isdisjoint(row.texts) else f"{forms}, GGUF"
+    in_gguf = {architecture.published for architecture in GGUF.values()} | {"BambaForCausalLM"}  # in granitehybrid
+    if in_gguf.isdisjoint(row.texts) or (row.larger and row.like):
+        return forms
+    return f"{forms}, GGUF of texts" if row.larger else f"{forms}, GGUF"
 
 
 def cells(row: Row) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import re2
 
-from jaxserve.models.tensor_names import Rules, published_names
+from jaxserve.models.tensor_names import Rules, published_names, renamed
 
 # Bytes that RE2 may take for the states of an automaton. A list of 700 expressions that begin with .* needs more than
 # its default of 8 MiB, and is searched 200 times more slowly without its states.
@@ -131,8 +131,8 @@ class StoredForm:
     targets: the only modules that are quantized; None: all.
     forms: of a mixture, the forms of its modules; a module has the first of which it is a target.
     tensor_names: as of ModelConfig. `unquantized` has names of the checkpoint, or names here.
-    types: GGUF's quantized modules with their types; then `unquantized` has no effect, and bits, group and zeros
-      suit all modules together.
+    types: GGUF's quantized modules with their types, all experts of a projection as one module, see `of_all_experts`;
+      then `unquantized` has no effect, and bits, group and zeros suit all modules together.
     """
 
     method: Method
@@ -177,12 +177,14 @@ class StoredForm:
 
     def with_names(self, rules: Rules) -> StoredForm:
         """Return the form, with its mixture's forms, for other `tensor_names`."""
-        return dataclasses.replace(self, tensor_names=rules, forms=tuple(form.with_names(rules) for form in self.forms))
+        forms = tuple(form.with_names(rules) for form in self.forms)
+        types = tuple((renamed(f"{module}.", rules).removesuffix("."), kind) for module, kind in self.types)
+        return dataclasses.replace(self, tensor_names=rules, forms=forms, types=types)
 
     def is_wide(self, module: str) -> bool:
         """Return whether the checkpoint leaves the module of this name unquantized."""
         if self.method == "gguf":
-            return module not in self.type_of
+            return self.type_of(module) is None
         if self.method == "mixed":
             return self.of(module) is None
         if self.found is not None:
@@ -199,7 +201,7 @@ class StoredForm:
         """Return the form for quantized modules that are fused: the widest of GGUF's, a mixture's form of the first."""
         if self.method != "gguf":
             return self.of(modules[0]) or self
-        bits, group, zeros = _widest(self.type_of[module] for module in modules)
+        bits, group, zeros = _widest(self._types[of_all_experts(module)] for module in modules)
         return dataclasses.replace(self, bits=bits, group=group, zeros=zeros)
 
     @property
@@ -211,14 +213,25 @@ class StoredForm:
             return " and ".join(sorted({form.description for form in self.forms}))
         return f"{self.bits}-bit integers ({self.method})" if self.is_integer else self.kind.upper()
 
+    def type_of(self, module: str) -> str | None:
+        """Return GGUF's type of a module; None: it is unquantized."""
+        return self._types.get(of_all_experts(module))
+
     @cached_property
-    def type_of(self) -> dict[str, str]:
-        """Return `types` as a mapping by module."""
+    def _types(self) -> dict[str, str]:
         return dict(self.types)
 
     def num_groups(self, depth: int) -> int:
         """Return the number of groups of a row of `depth` weights."""
         return 1 if self.group is None else -(-depth // self.group)
+
+
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def of_all_experts(module: str) -> str:
+    """Return the name that a projection of an expert has together with those of the others."""
+    return _OF_EXPERT.sub(".experts.", module)
 
 
 def linear_pattern(source: str) -> Any:

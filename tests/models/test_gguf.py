@@ -23,7 +23,7 @@ from jaxserve.model_files import check_local_model, gguf_parts
 from jaxserve.models.checkpoint import loader
 from jaxserve.models.checkpoint.chosen_form import choose_quantization
 from jaxserve.models.checkpoint.files import ModelFiles
-from jaxserve.models.checkpoint.gguf import published_tensors
+from jaxserve.models.checkpoint.gguf_models import published_tensors
 from jaxserve.models.checkpoint.hf_config import from_hf, read_config
 from jaxserve.models.checkpoint.hub import resolve
 from jaxserve.models.checkpoint.loader import LoadedModel, load_model
@@ -58,6 +58,40 @@ MODELS = {
     | SIZES
     | {"hidden_size": 256, "intermediate_size": 256, "block_ff_dim": 384, "block_ffn_dim_multiplier": 1.0},
 }
+# What a file does not say: dt has no limits, and experts have no scale. Falcon-H1's scales are in its weights, and its
+# norm comes last.
+_UNSAID = {
+    **dict.fromkeys(("time_step_limit", "ssm_multipliers", "mlp_multipliers")),
+    **dict.fromkeys(("key_multiplier", "embedding_multiplier", "lm_head_multiplier"), 1.0),
+    **{f"{name}_multiplier": 1.0 for name in ("attention_in", "attention_out", "ssm_in", "ssm_out")},
+    "mamba_norm_before_gate": False,
+}
+# of whole blocks
+_WIDTHS = {"intermediate_size": 64, "moe_latent_size": 32} | dict.fromkeys(
+    ("moe_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"), 32
+)
+_WIDTHS["shared_expert_intermediate_size"] = 32
+
+
+def with_states(name: str, **changes: Any) -> dict[str, Any]:
+    hf = STATE_CASES[name]
+    unsaid = {} if name == "granite4" else _UNSAID  # Granite's scales are in the file
+    changes = {key: value for key, value in {**_WIDTHS, **unsaid}.items() if key in hf} | changes
+    return hf | changes | ({"time_step_limit": None} if "time_step_limit" in hf else {})
+
+
+STATES = {
+    **{name: with_states(name) for name in ("qwen3_5", "qwen3_5_moe", "granite4", "bamba", "nemotron_h", "falcon_h1")},
+    "qwen3_moe": CASES["qwen3_moe"] | {"moe_intermediate_size": 32, "mlp_only_layers": []},
+    "lfm2_moe": with_states("lfm2_moe", routed_scaling_factor=1.0),
+    "granite_dense": with_states("granite4", num_local_experts=0),
+    "nemotron_dense": with_states("nemotron_h", hybrid_override_pattern="M-M*-M"),
+    "falcon_h1_norm": with_states("falcon_h1_norm"),
+    "qwen3_5 of blocks": with_states(
+        "qwen3_5", hidden_size=256, intermediate_size=256, num_attention_heads=16, linear_num_value_heads=8
+    ),
+}
+MODELS |= STATES
 PLAIN = [("llama", kind) for kind in ("F32", "F16", "BF16")] + [("qwen2", "F32"), ("qwen3", "F16")]
 PLAIN += [("lfm2", "F16")]
 KEPT = [(name, kind) for name in ("llama", "qwen2", "qwen3") for kind in ("Q8_0", "Q4_0")]
@@ -92,6 +126,50 @@ def test_numbers(name: str, kind: str, tmp_path: Path) -> None:
     assert got.config.dtype == {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
     assert_equal_models(got, expected)
     assert paged.greedy(got, PROMPT, 12, 8) == paged.greedy(expected, PROMPT, 12, 8)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_hybrid_models_and_experts(name: str, tmp_path: Path) -> None:
+    """Their configuration is the published one, and so are the numbers, whatever the converter did with them."""
+    file, plain = written(tmp_path, name, "F32")
+    got, expected = load(file, "none"), load(plain, "none")
+    assert_equal_models(got, expected)
+    same = expected.config.replace(
+        norm_eps=got.config.norm_eps,  # float32 in the file
+        predictor=None,  # no head of predicted tokens is read from a file
+        packed_experts="none",
+        packed_gate_up=False,
+    )
+    assert got.config.norm_eps == pytest.approx(expected.config.norm_eps)
+    assert got.config == same
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen3_5", "Q8_0"),
+        ("qwen3_5 of blocks", "Q4_K"),
+        ("qwen3_5_moe", "Q4_0"),
+        ("granite4", "Q8_0"),
+        ("nemotron_h", "Q4_0"),
+    ],
+)
+def test_codes_of_hybrid_models_and_experts(name: str, kind: str, tmp_path: Path) -> None:
+    """Columns of value heads and single experts are quantized values at their published places."""
+    file, plain = written(tmp_path, name, kind)
+    kept, expected = load(file, "stored"), load(plain, "none")
+    held = {spec.name for spec in kept.structure.specs if spec.packing is not None and spec.packing.role == "values"}
+    ends = {"o_proj", "out_proj", "down_proj"} | ({"experts.down_proj"} if kept.config.moe else set())
+    assert all(any(name.endswith(f"{end}.weight.values") for name in held) for end in ends), held
+    close = assert_close_models if kind == "Q4_K" else assert_equal_models
+    close(widened(kept), expected)
+
+
+@pytest.mark.full
+def test_an_answer_of_codes_with_experts_and_states(tmp_path: Path) -> None:
+    file, plain = written(tmp_path, "qwen3_5_moe", "Q8_0")
+    kept, expected = load(file, "stored"), load(plain, "none")
+    assert paged.greedy(kept, PROMPT, 12, 8) == paged.greedy(expected, PROMPT, 12, 8)
 
 
 @pytest.mark.parametrize(("name", "kind"), KEPT)
@@ -304,9 +382,53 @@ def test_a_wrong_lfm2_is_refused_by_name(values: dict[str, Any], message: str, t
     assert "\n" not in str(error.value)
 
 
+DELTA: dict[str, Any] = {
+    "attention.key_length": 16,
+    "rope.dimension_count": 4,
+    "full_attention_interval": 3,
+    "block_count": 3,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ssm.group_count": None}, r"ssm\.group_count is missing"),
+        ({"ssm.group_count": 3}, "4 value heads are no multiple of 3 key heads"),
+        ({"ssm.time_step_rank": 0}, r"'ssm\.time_step_rank' must be a positive integer"),
+        ({"ssm.time_step_rank": 3}, r"'ssm\.inner_size' 64 is no multiple of 'ssm\.time_step_rank' 3"),
+        ({"ssm.inner_size": "wide"}, r"'ssm\.inner_size' must be a positive integer, not 'wide'"),
+        ({"ssm.state_size": [16, 8, 16]}, r"'ssm\.state_size' must be a positive integer, not 'an array of 3'"),
+        ({"rope.dimension_count": 0}, r"'rope\.dimension_count' must be a positive integer"),
+        ({"attention.recurrent_layers": [True, False]}, "recurrent_layers must have 0 or one number for each of 3"),
+        ({"block_count": 0}, r"'block_count' must be a positive integer"),
+        ({"nextn_predict_layers": 3}, "num_hidden_layers"),
+        ({"expert_count": 8}, "not supported: expert_count"),
+    ],
+)
+def test_a_wrong_qwen3_5_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert read_config(with_tensors(tmp_path, {}, "qwen35", **DELTA)).num_layers == 3
+    with pytest.raises(ModelLoadError, match=message) as error:
+        read_config(with_tensors(tmp_path, {}, "qwen35", **DELTA | values))
+    assert "\n" not in str(error.value)
+
+
+def test_heads_of_predicted_tokens_are_left_out(tmp_path: Path) -> None:
+    norm = {f"blk.{i}.attn_norm.weight": np.ones(64, np.float32) for i in range(3)}
+    file = with_tensors(tmp_path, norm, "qwen35", **DELTA | {"full_attention_interval": 2, "nextn_predict_layers": 1})
+    assert read_config(file).num_layers == 2
+    found = [name for name in published_tensors(file) if "norm" in name]
+    assert found == [*(f"model.layers.{i}.input_layernorm.weight" for i in range(2)), "mtp.blk.2.attn_norm.weight"]
+
+
 def test_what_other_architectures_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="'lfm2moe' of GGUF is not supported"):
-        read_config(with_tensors(tmp_path, {}, "lfm2moe", **SHORT))
+    with pytest.raises(ModelLoadError, match="'qwen3next' of GGUF is not supported"):
+        read_config(with_tensors(tmp_path, {}, "qwen3next", **SHORT))
     with pytest.raises(ModelLoadError, match=r"not supported: shortconv\.l_cache"):
         read_config(with_tensors(tmp_path, {}, "llama", **{"shortconv.l_cache": 3}))
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import gguf_file, gguf_parts, read_json, weight_files
-from jaxserve.models.checkpoint.gguf import BlockTensor, published_tensors
+from jaxserve.models.checkpoint.gguf import BlockTensor
+from jaxserve.models.checkpoint.gguf_models import published_tensors
 from jaxserve.models.checkpoint.safetensors_file import TensorInfo, copy_converted, read_contents, read_rows
 from jaxserve.models.tensor_names import Rules, renamed
 
@@ -178,7 +179,7 @@ class Checkpoint:
             if state != file_state(path):
                 raise ModelLoadError(f"{path} was changed while it was read", fix="load it when nothing writes to it")
 
-    def check_blocks(self, types: Mapping[str, str]) -> None:
+    def check_blocks(self, types: Mapping[str, str | None]) -> None:
         """Raise ModelLoadError if a tensor has not the GGUF type that `types` {name: type} gives."""
         for name, kind in types.items():
             tensor = self.tensors[name]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import gguf_file, read_json, read_object
-from jaxserve.models.checkpoint.gguf import published_config
+from jaxserve.models.checkpoint.gguf_models import published_config
 from jaxserve.models.checkpoint.orbax_reader import is_converted, read_manifest
 from jaxserve.models.checkpoint.read_config import Json, flattened
 

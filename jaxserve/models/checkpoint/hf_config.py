@@ -184,6 +184,8 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
     if not rope_by_layer_type(hf):
         fields["rope"] = rope_config(hf, fields["head_dim"])
     fields |= family.changes(hf, fields)
+    if hf.get("tensors_apart"):
+        fields |= {"packed_gate_up": False, "packed_experts": "none"}
     if nested is not None:
         fields |= _nested_fields(nested, hf, fields)
     block = _weight_block(hf)

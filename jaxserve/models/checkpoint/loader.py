@@ -541,7 +541,7 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     form, kept = config.stored_form, [spec for spec in structure.specs if spec.packing and spec.packing.stored]
     if form is not None and form.method == "gguf":
         names = {part.name for spec in kept for part in spec.parts}
-        checkpoint.check_blocks({name: form.type_of[name.removesuffix(".weight")] for name in sorted(names)})
+        checkpoint.check_blocks({name: form.type_of(name.removesuffix(".weight")) for name in sorted(names)})
 
 
 def _check_floats(names: set[str], checkpoint: Checkpoint) -> None:

@@ -51,8 +51,8 @@ def _form(config: ModelConfig) -> str:
 def _num_bytes(part: Part, config: ModelConfig, plain: int) -> int:
     """Return the bytes of a part's tensors. plain: bytes of an unquantized value"""
     form, count = config.stored_form, math.prod(part.shape)
-    if form is not None and _module(part) in form.type_of:
-        held = HELD_BLOCKS.get(form.type_of[_module(part)])
+    if form is not None and (kind := form.type_of(_module(part))) is not None:
+        held = HELD_BLOCKS.get(kind)
         return count * plain if held is None else int(count * held.stored / 8)
     if part.mxfp4:
         return float_bytes(part, "gpt-oss", config.weight_block)
