@@ -20,7 +20,7 @@ from jaxserve.engine.factory import build_engine, served_names
 from jaxserve.errors import ConfigError, InvalidValueError, ModelLoadError
 from jaxserve.library.dense import dense_logits
 from jaxserve.model_files import check_local_model, gguf_parts
-from jaxserve.models.checkpoint import loader
+from jaxserve.models.checkpoint import gguf_models, loader
 from jaxserve.models.checkpoint.chosen_form import choose_quantization
 from jaxserve.models.checkpoint.files import ModelFiles
 from jaxserve.models.checkpoint.gguf_models import published_tensors
@@ -416,6 +416,17 @@ def test_a_wrong_qwen3_5_is_refused_by_name(values: dict[str, Any], message: str
     with pytest.raises(ModelLoadError, match=message) as error:
         read_config(with_tensors(tmp_path, {}, "qwen35", **DELTA | values))
     assert "\n" not in str(error.value)
+
+
+def test_too_many_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, _ = written(tmp_path, "qwen3_moe", "F32")
+    monkeypatch.setattr(gguf_models, "_MAX_TENSORS", 20)
+    with pytest.raises(ModelLoadError, match="more than 20 tensors, each expert's counted"):
+        read_config(file)
+    monkeypatch.setattr(gguf_models, "_MAX_EXPERTS", 7)
+    monkeypatch.setattr(gguf_models, "_MAX_TENSORS", 2**20)
+    with pytest.raises(ModelLoadError, match="81 tensors do not fit"):
+        load(file, "none")
 
 
 def test_heads_of_predicted_tokens_are_left_out(tmp_path: Path) -> None:

@@ -469,7 +469,8 @@ _PER_LAYER += ("attention.recurrent_layers",)
 _BY_LAYER = frozenset(f"{name}.{key}" for name in ARCHITECTURES for key in _PER_LAYER)
 # matrices that are float32 in a file of any form
 _ROUTERS = ("mlp.gate.weight", "mixer.gate.weight", ".shared_expert_gate.weight")
-_MAX_EXPERTS = 4096
+_MAX_EXPERTS = 4096  # of a layer
+_MAX_TENSORS = 2**20  # 60 layers of 512 experts have 92,000
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _DTYPES = MappingProxyType({"F32": "float32", "F16": "float16"})
@@ -497,7 +498,7 @@ def _plain(tensor: BlockTensor) -> TensorInfo | BlockTensor:
 
 
 def _tensors(file: GgufFile) -> dict[str, BlockTensor]:
-    """Return the tensors by their published names. Raises ModelLoadError if two have the same."""
+    """Return the tensors by their published names. Raises ModelLoadError if two have the same, or for too many."""
     found: dict[str, BlockTensor] = {}
     for name, stored in file.tensors.items():
         for full, tensor in _named(file, name, stored):
@@ -506,6 +507,8 @@ def _tensors(file: GgufFile) -> dict[str, BlockTensor]:
                     f"{file.path} has {full} twice, one of them as {name[:100]}", fix="download it again"
                 )
             found[full] = tensor
+        if len(found) > _MAX_TENSORS:
+            raise ModelLoadError(f"{file.path} has more than {_MAX_TENSORS} tensors, each expert's counted")
     return found
 
 
