@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.client import supervisor
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, NotReadyError, ServerError
@@ -261,7 +262,13 @@ def test_a_request_that_gave_outputs_after_a_death_is_no_suspect_at_the_next() -
     run(test)
 
 
-@pytest.mark.full  # 43 s of an engine that does not start
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many restarts as there are before an engine is given up, without the 42 seconds between them."""
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0,) * len(supervisor.RESTART_DELAYS))
+
+
+@pytest.mark.usefixtures("no_delays")
 def test_an_engine_that_is_given_up_leaves_a_server_that_serves() -> None:
     async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
         task = generate(engine, "a", replica=0)
@@ -408,7 +415,7 @@ def test_a_drain_waits_for_requests_that_were_moved() -> None:
     run(test)
 
 
-@pytest.mark.full  # 43 s of an engine that does not start
+@pytest.mark.usefixtures("no_delays")
 def test_when_the_last_engine_is_given_up_every_request_has_an_answer() -> None:
     async def test(engine: AsyncEngine, *links: ReplicaLink) -> None:
         tasks = [generate(engine, name) for name in "abc"]
