@@ -120,23 +120,26 @@ def empty_cache(backend: Backend, case: Case, num_pages: int, fill: float = 0.0)
 
 
 def filled_cache(backend: Backend, batch: Batch) -> Pages:
-    """A pool of NaN, but for the contexts of the batch, written by the backend."""
+    """A pool of NaN, but for the contexts of the batch, written by the backend: one program, not twenty single ones."""
     case = batch.case
-    cache = empty_cache(backend, case, batch.num_pages, math.nan)
+
+    def filled(k: jax.Array, v: jax.Array, slots: jax.Array) -> Pages:
+        return backend.write(empty_cache(backend, case, batch.num_pages, math.nan), k, v, slots)
+
     k, v = (np.concatenate([context[half] for context in batch.contexts]) for half in (0, 1))
-    k, v = (jnp.asarray(half, case.dtype) for half in (k, v))
-    return backend.write(cache, k, v, jnp.asarray(batch.all_slots))
+    k, v = (half.astype(jnp.dtype(case.dtype)) for half in (k, v))
+    return jax.jit(filled, compiler_options=QUICK)(k, v, batch.all_slots)
 
 
 def run(backend: Backend, batch: Batch, *, optimized: bool = False) -> np.ndarray:
     """optimized: compile as for a user, and not by QUICK for a program that runs once"""
     sinks = None if batch.sinks is None else jnp.asarray(batch.sinks)
-    q = jnp.asarray(batch.q, batch.case.dtype)
+    q = jnp.asarray(batch.q.astype(jnp.dtype(batch.case.dtype)))
     attend = jax.jit(backend.attend, static_argnums=3, compiler_options=OPTIMIZED if optimized else QUICK)
     out = attend(q, filled_cache(backend, batch), batch.metadata, batch.case.spec, sinks)
     columns = batch.case.value_columns
     assert out.dtype == q.dtype and out.shape in (q.shape, (*q.shape[:2], columns))
-    return np.asarray(out.astype(jnp.float32))[..., :columns]
+    return np.asarray(out).astype(np.float32)[..., :columns]
 
 
 def expected(batch: Batch) -> np.ndarray:

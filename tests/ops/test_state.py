@@ -94,7 +94,7 @@ def test_rejected_drafts_leave_no_trace(backend: str, kind: Kind) -> None:
             rejected = int(world.rng.integers(0, 4 - accepted))
             emits = ((64, page),) if s is sequences[1] else ()
             rows.append(Row(s, 1 + accepted, unsure=1 + accepted, drafts=rejected, emits=emits))
-        world.step(rows)
+        world.step(rows, padding=16 - sum(row.count + row.drafts for row in rows))  # of one shape, compiled once
     world.step([Row(world.sequence(70, (sequences[1], 64, page)), 3, unsure=1)])
 
 
