@@ -28,6 +28,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 quick_by_default()
 gc.set_threshold(50_000)  # as often as Python does by itself, collecting takes a tenth of a worker's time
+if sys.dont_write_bytecode:  # as images of containers say; then each server that a test starts compiles all our modules
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 hypothesis.settings.register_profile("tests", deadline=None)  # an example's time is no claim
 hypothesis.settings.load_profile("tests")
@@ -51,12 +54,26 @@ FEW_PAGES: dict[str, Any] = {
 
 # of the 65,530 memory regions that Linux allows a process; the programs of a small engine take 2,500
 MANY_REGIONS, TOO_MANY_REGIONS = 8_000, 25_000
-MUCH_MEMORY = 1_500_000_000  # bytes of a process; most are compiled programs that JAX keeps
+# Bytes of a process; most are compiled programs that JAX keeps. What dropping them has left does not count: a process
+# that holds much else would drop them behind every module, at four seconds each.
+MUCH_MEMORY, MORE_MEMORY = 1_500_000_000, 500_000_000
 
-TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb each other
-# Run first, in this order: files of few and long tests. Behind them no worker is long alone at the end. tests/e2e is
-# third because its servers have the programs of tests/faults, which would otherwise be compiled twice at the same time.
-LONG = ("tests/faults/", "tests/ops/", "tests/e2e/", "tests/runtime/", "tests/models/", "tests/cli/", "tests/test_")
+# Given to one worker as one file. Tests of TIMED load servers to the limit, and disturb each other; the first tier's
+# server has the programs of their engines, and two processes that start at the same time would both compile them.
+TIMED = "tests/faults/"
+WITH_TIMED = (TIMED, "tests/e2e/test_first_light.py")
+# Run first, in this order: files of few and long tests. Behind them no worker is long alone at the end. tests/e2e and
+# tests/cli are behind others because their servers have the programs of tests/faults too.
+LONG = (
+    TIMED,
+    "tests/ops/",
+    "tests/e2e/",
+    "tests/runtime/",
+    "tests/models/",
+    "tests/engine/",
+    "tests/cli/",
+    "tests/test_",
+)
 
 # The second tier, marked `full`: tests that compile much, or start many processes. `pytest` alone runs the first tier,
 # in which one server is asked by the real client (test_first_light.py) and one engine is killed (QUICK_TESTS).
@@ -99,7 +116,7 @@ class FileScheduling(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in TIMED if nodeid.startswith(folder)), nodeid.split("::")[0])
+        return TIMED if nodeid.startswith(WITH_TIMED) else nodeid.split("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         first = min(self.workqueue, key=self._place)  # of equal ones that with the most tests
@@ -199,6 +216,17 @@ class QuickTier:
         node.workerinput["quick tier"] = self.wanted
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let no collection of garbage look at the tests, now or later: they are 850,000 objects, and stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)  # behind the one that makes the reporter
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(QuickTier(config), "quick tier")
@@ -284,22 +312,42 @@ def fresh_logger() -> Iterator[None]:
     logger.setLevel(before[2])
 
 
+class ProgramMemory:
+    """Drops compiled programs before they are too many: without memory for code XLA ends the process."""
+
+    def __init__(self) -> None:
+        self._limit = MUCH_MEMORY
+
+    def drop_if_much(self) -> None:
+        if num_regions() > MANY_REGIONS:
+            gc.collect()
+        if num_regions() > TOO_MANY_REGIONS or num_bytes() > self._limit:
+            jax.clear_caches()
+            gc.collect()
+            trim_heap()
+            self._limit = max(MUCH_MEMORY, num_bytes() + MORE_MEMORY)
+
+
+@pytest.fixture(scope="session")
+def program_memory() -> ProgramMemory:
+    return ProgramMemory()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def few_programs() -> Iterator[None]:
-    """Drop a module's compiled programs before they are too many: without memory for code XLA ends the process."""
+def few_programs(program_memory: ProgramMemory) -> Iterator[None]:
     yield
-    if num_regions() > MANY_REGIONS:
-        gc.collect()
-    if num_regions() > TOO_MANY_REGIONS or psutil.Process().memory_info().rss > MUCH_MEMORY:
-        jax.clear_caches()
-        gc.collect()
-        trim_heap()
+    program_memory.drop_if_much()
 
 
 def trim_heap() -> None:
     """Return freed memory to the system; without glibc, do nothing."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def num_bytes() -> int:
+    """Return how much memory this process holds."""
+    return psutil.Process().memory_info().rss
 
 
 def num_regions() -> int:

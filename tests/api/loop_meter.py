@@ -1,8 +1,9 @@
 """How long the event loop of a LiveServer is held at most: CPU time of its thread, whatever else the machine does."""
 
 import asyncio
-import gc
 import time
+
+from tests.waiting import with_quick_collections
 
 from .conftest import LiveServer
 
@@ -16,16 +17,16 @@ class LoopMeter:
     def __init__(self, server: LiveServer) -> None:
         self._server = server
         self.longest = 0.0
+        self._collections = with_quick_collections()
 
     def __enter__(self) -> "LoopMeter":
-        gc.collect()
-        gc.freeze()
+        self._collections.__enter__()
         self._task = self._server.call(lambda: asyncio.ensure_future(self._run()))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._server.call(self._task.cancel)
-        gc.unfreeze()
+        self._collections.__exit__(None, None, None)
 
     async def _run(self) -> None:
         last = time.thread_time()

@@ -1,6 +1,5 @@
 """Many requests at once: nothing is lost, and the prefix cache saves what arithmetic says. Times are printed only."""
 
-import gc
 import random
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from benchmarks.scheduler import decode_step_seconds
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.step import FinishReason, SampledTokens, SchedulerOutput
 from tests.fakes import VOCAB, Transcripts, drain, make_core, make_request, run_all, small_config
+from tests.waiting import with_quick_collections
 
 
 class RandomStep:
@@ -61,12 +61,10 @@ def test_thousands_of_requests_on_a_small_pool(policy: str, count: int) -> None:
         prompt = rng.choices(range(VOCAB), k=rng.randrange(10, 400))
         core.add(make_request(f"r{i}", prompt, max_tokens=rng.randrange(8, 300), priority=i % 5))
     transcripts, slowest, before = Transcripts(), 0.0, 0.0
-    gc.collect()
-    gc.freeze()  # as the engine process does: a full collection over all of jax's objects takes 0.15 s
-    while core.has_work:
-        transcripts.take(core.step())
-        slowest, before = max(slowest, core._scheduler_seconds - before), core._scheduler_seconds
-    gc.unfreeze()
+    with with_quick_collections():
+        while core.has_work:
+            transcripts.take(core.step())
+            slowest, before = max(slowest, core._scheduler_seconds - before), core._scheduler_seconds
     core.scheduler.check_integrity()
     assert len(transcripts) == count
     assert {transcript.reason for transcript in transcripts.values()} == {FinishReason.STOP, FinishReason.LENGTH}
