@@ -24,6 +24,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from tests.models.checkpoints import random_tensors, train_tokenizer, write_checkpoint, write_words
 from tests.models.families import STATE_CASES
 from tests.models.hostile_directories import copy_demo
+from tests.quick import QUICK_FLAGS
 from tests.waiting import LAST_RESORT
 
 DEMO = Path(str(files("jaxserve") / "assets" / "demo"))
@@ -77,7 +78,7 @@ def test_faults_are_lines_and_the_exit_code(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         words = (str(model), "--port", str(port), "--store.path", str(tmp_path / "store"))
-        code, stdout = doctor(tmp_path, *words, CC="no-such-compiler")
+        code, stdout = doctor(tmp_path, *words, CC="no-such-compiler", XLA_FLAGS=QUICK_FLAGS)
     lines = stdout.splitlines()
     assert code == 1, stdout
     bad = {line.split()[1]: line for line in lines if line.startswith("bad ")}
@@ -91,7 +92,7 @@ def test_faults_are_lines_and_the_exit_code(tmp_path: Path) -> None:
 
 
 def test_a_wrong_flag_does_not_end_the_other_checks(sound: Path) -> None:
-    code, stdout = doctor(sound, "someone/some-model", "--prot", "0")
+    code, stdout = doctor(sound, "someone/some-model", "--prot", "0", XLA_FLAGS=QUICK_FLAGS)
     assert code == 1
     assert "bad  config    unknown flag --prot, did you mean --port?" in stdout
     assert "ok   numbers   sums" in stdout

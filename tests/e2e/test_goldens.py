@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import launch_server
 from tests.conftest import ONE_ROW, SharedData
+from tests.quick import quick_processes
 from tests.waiting import LAST_RESORT
 
 # as small as serves the goldens: these programs are compiled for this test alone
@@ -19,7 +20,10 @@ TINY: dict[str, Any] = ONE_ROW | {"max_model_len": 512}
 def test_greedy_tokens_and_logprobs(shared_data: SharedData, compile_cache: str, name: str) -> None:
     cases = json.loads((shared_data / "golden/generation/stories260K.greedy.json").read_text())["cases"]
     model = shared_data / f"models/{name}"
-    with launch_server(str(model), dtype="float32", compile_cache=compile_cache, **TINY) as server:
+    with (
+        quick_processes(),
+        launch_server(str(model), dtype="float32", compile_cache=compile_cache, **TINY) as server,
+    ):
         for case in cases:
             reply = httpx2.post(
                 f"{server.url}/v1/completions",

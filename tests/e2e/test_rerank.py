@@ -16,7 +16,7 @@ from jaxserve.library.serving import RunningServer
 from jaxserve.models.checkpoint.loader import load_model
 from jaxserve.text.tokenizer import Tokenizer
 from tests.api.fakes import DEMO
-from tests.conftest import ONE_ROW, SERVED, SMALL
+from tests.conftest import ONE_ROW, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_words
 from tests.models.dense import dense_logits, dense_scores
 from tests.models.families import CASES, CLASSIFIERS, VOCAB
@@ -115,7 +115,7 @@ def test_a_rerankers_words(compile_cache: str) -> None:
     """The demo model answers 0 or 1 for prompts that share their start, which is computed once."""
     query = "What is the capital of France? " * 4
     options = {"classifier_from_token": ("0", "1"), "chat_template": PAIRS, "compile_cache": compile_cache}
-    with launch_server(**options, **SERVED) as server:
+    with launch_server(**options, **ONE_ROW) as server:  # programs of this test alone
         data = post(server, "/score", {"queries": query, "documents": ["Paris", "a banana"]})["data"]
         cached = httpx2.get(f"{server.url}/server_info").json()["stats"].get("cached_tokens", 0)
     tokenizer, model = Tokenizer.from_directory(DEMO), load_model(DEMO, dtype=FLOAT32)
