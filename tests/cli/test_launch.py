@@ -2,12 +2,9 @@
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 
 import httpx2
@@ -72,33 +69,6 @@ def test_a_launch_without_words_reads_its_configuration() -> None:
     with launch(JAXSERVE_SERVER__PORT="x") as process:
         _, stderr = process.communicate(timeout=LAST_RESORT)
     assert process.returncode == 2 and "server.port" in stderr and "Traceback" not in stderr, stderr
-
-
-def test_a_taken_port(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        line = failure(tmp_path, "--port", str(taken.getsockname()[1]))
-    assert "cannot listen on 127.0.0.1" in line
-    assert "--port" in line
-
-
-def test_a_missing_directory(tmp_path: Path) -> None:
-    line = failure(tmp_path, "--port", "0", "--model", str(tmp_path / "nothing"))
-    assert "does not exist" in line
-
-
-def test_a_hub_that_is_not_reached(tmp_path: Path) -> None:
-    line = failure(tmp_path, "--port", "0", "--model", "someone/some-model")
-    assert "someone/some-model" in line and "->" in line
-
-
-def test_an_unsupported_architecture(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
-    shutil.copy(str(files("jaxserve") / "assets" / "demo" / "tokenizer.json"), tmp_path)
-    line = failure(tmp_path, "--port", "0", "--model", str(tmp_path))
-    assert "MambaForCausalLM" in line
-    assert "LlamaForCausalLM" in line
 
 
 def test_a_damaged_tokenizer(tmp_path: Path) -> None:

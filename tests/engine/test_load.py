@@ -48,7 +48,10 @@ class RandomRunner:
         """Nothing is open."""
 
 
-@pytest.mark.parametrize(("policy", "count"), [("fcfs", 5000), ("lpm", 1000), ("priority", 1000)])
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [("fcfs", 2000), ("lpm", 1000), ("priority", 1000), pytest.param("fcfs", 5000, marks=pytest.mark.slow)],
+)
 def test_thousands_of_requests_on_a_small_pool(policy: str, count: int) -> None:
     config = small_config(
         num_pages=1280, page_size=16, max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096,
