@@ -30,6 +30,9 @@ class GenerationDefaults:
 
 # How a checkpoint stores the experts of a layer, see `moe.Experts`.
 PackedExperts = Literal["none", "stacked", "rows", "columns", "bfloat16", "mxfp4"]
+# How it stores the projections of a delta net: a tensor of q, k, v and z and one of the gates b and a, as Qwen3-Next's;
+# a tensor of q, k and v and one each of z, b and a, as Qwen3.5's; or as the latter, but b and a as the former.
+DeltaTensors = Literal["joined", "gates_joined", "apart"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_silu", "clamped_swiglu", "xielu"]
 
@@ -294,6 +297,7 @@ class ModelConfig:
     packed_qkv: bool = False  # the checkpoint stores q, k and v as one tensor
     packed_gate_up: bool = False  # the checkpoint stores gate and up as one tensor
     packed_experts: PackedExperts = "none"  # form of a tensor with all experts of a layer
+    delta_tensors: DeltaTensors = "joined"
     weight_block: tuple[int, int] | None = None  # rows and columns of an FP8 weight that share a scale
     vision: VisionConfig | None = None  # a tower whose rows stand for tokens; None: the model takes no pictures
     predictor: PredictorHead | None = None  # the checkpoint's own head that guesses further tokens; None: none is known

@@ -19,6 +19,7 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
@@ -30,7 +31,8 @@ _ARCHITECTURES = {
 }
 _INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_HYBRID)
 _INTERLEAVED += (gguf.MODEL_ARCH.NEMOTRON_H, gguf.MODEL_ARCH.NEMOTRON_H_MOE)
-_DELTA = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE)
+_TILED = (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE)
+_DELTA = (gguf.MODEL_ARCH.QWEN3NEXT, *_TILED)
 # where the blocks of 256 numbers have float16 scales, which random bytes would make infinite
 _HALVES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q3_K: (108,)}
 # matrices that the converter leaves in float32
@@ -161,6 +163,7 @@ def _add_states(writer: gguf.GGUFWriter, hf: dict[str, Any], architecture: gguf.
     writer.add_ssm_inner_size(state.heads * state.v_dim)
     if architecture in _DELTA:
         writer.add_full_attention_interval(hf["full_attention_interval"])
+    if architecture in _TILED:
         writer.add_rope_dimension_sections([1, 1, 0, 0])
     if architecture is gguf.MODEL_ARCH.GRANITE_HYBRID:
         writer.add_rope_scaling_finetuned(hf["architectures"] == ["BambaForCausalLM"])
@@ -182,13 +185,17 @@ def converted(hf: dict[str, Any], tensors: Tensors, architecture: gguf.MODEL_ARC
             published = published.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
         if ".feed_forward.experts." in published:
             published = published.removeprefix("model.")
+        published = published.replace("in_proj_qkvz", "in_proj_qkv")
         short = names.get_name(published, try_suffixes=(".weight", ".bias"))
         assert short is not None, name
         part = short.removesuffix(".weight").split(".")[-1]
         if part in ("attn_q", "attn_k") and architecture in _INTERLEAVED:
             each = _interleaved(each, config.num_heads if part == "attn_q" else config.num_kv_heads)
-        if architecture in _DELTA:
+        if architecture in _TILED:
             each = _tiled(short, each, config.layer_states[0])
+        if name.endswith("in_proj_qkvz.weight"):
+            found |= _apart(short.split(".")[1], each, config.layer_states[0])
+            continue
         if part in ("ssm_conv1d", "conv") and each.ndim == 3:
             each = each[:, 0]
         elif part in ("ssm_a", "ssm_d") and architecture not in _DELTA:
@@ -234,6 +241,14 @@ def _tiled(short: str, each: np.ndarray, state: Any) -> np.ndarray:
     heads = np.moveaxis(values, axis, 0).reshape(state.key_heads, state.group, size, *np.delete(each.shape, axis))
     heads = heads.swapaxes(0, 1).reshape(-1, *np.delete(each.shape, axis))
     return np.concatenate([before, np.moveaxis(heads, 0, axis)], axis=axis)
+
+
+def _apart(layer: str, rows: np.ndarray, state: Any) -> Tensors:
+    """The rows of q, k, v and z of each key head as those of all q, all k and all v, and those of all z."""
+    heads = rows.reshape(state.key_heads, -1, rows.shape[-1])
+    sizes = np.cumsum([state.k_dim, state.k_dim, state.group * state.v_dim])
+    *qkv, z = (part.reshape(-1, rows.shape[-1]) for part in np.split(heads, sizes, axis=1))
+    return {f"blk.{layer}.attn_qkv.weight": np.concatenate(qkv), f"blk.{layer}.attn_gate.weight": z}
 
 
 def _encoded(wide: np.ndarray, kind: Kind) -> np.ndarray:

@@ -82,6 +82,7 @@ def with_states(name: str, **changes: Any) -> dict[str, Any]:
 
 STATES = {
     **{name: with_states(name) for name in ("qwen3_5", "qwen3_5_moe", "granite4", "bamba", "nemotron_h", "falcon_h1")},
+    "qwen3_next": with_states("qwen3_next", mlp_only_layers=[]),
     "qwen3_moe": CASES["qwen3_moe"] | {"moe_intermediate_size": 32, "mlp_only_layers": []},
     "lfm2_moe": with_states("lfm2_moe", routed_scaling_factor=1.0),
     "granite_dense": with_states("granite4", num_local_experts=0),
@@ -139,6 +140,7 @@ def test_hybrid_models_and_experts(name: str, tmp_path: Path) -> None:
         predictor=None,  # no head of predicted tokens is read from a file
         packed_experts="none",
         packed_gate_up=False,
+        delta_tensors="gates_joined" if name == "qwen3_next" else expected.config.delta_tensors,
     )
     assert got.config.norm_eps == pytest.approx(expected.config.norm_eps)
     assert got.config == same
@@ -438,8 +440,8 @@ def test_heads_of_predicted_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 def test_what_other_architectures_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="'qwen3next' of GGUF is not supported"):
-        read_config(with_tensors(tmp_path, {}, "qwen3next", **SHORT))
+    with pytest.raises(ModelLoadError, match="'kimi-linear' of GGUF is not supported"):
+        read_config(with_tensors(tmp_path, {}, "kimi-linear", **SHORT))
     with pytest.raises(ModelLoadError, match=r"not supported: shortconv\.l_cache"):
         read_config(with_tensors(tmp_path, {}, "llama", **{"shortconv.l_cache": 3}))
 

@@ -224,7 +224,7 @@ _LFM2_MOE = dataclasses.replace(
 )
 
 
-# --- Qwen3.5 ---------------------------------------------------------------------------------------------------------
+# --- Qwen3-Next, Qwen3.5 ---------------------------------------------------------------------------------------------
 
 
 def _qwen3_5(file: GgufFile, given: Json) -> dict[str, Any]:
@@ -244,14 +244,20 @@ def _qwen3_5(file: GgufFile, given: Json) -> dict[str, Any]:
     return config | {"layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[:layers]]}
 
 
-def _qwen3_5_tensor(name: str, tensor: BlockTensor, given: Json) -> BlockTensor:
-    """Return a tensor of Qwen3.5 as published.
-
-    The file has 1 + weight for a norm. With r value heads for each of n key heads, value head i r + j is the file's
-    head j n + i, so that an operand of key heads is repeated as a whole.
-    """
+def _less_one(name: str, tensor: BlockTensor, given: Json) -> BlockTensor:
+    """Return a tensor of Qwen3-Next as published: the file has 1 + weight for a norm."""
     if name.endswith("_norm.weight") and name != "ssm_norm.weight":
         return dataclasses.replace(tensor, change=lambda numbers: numbers - 1)
+    return tensor
+
+
+def _qwen3_5_tensor(name: str, tensor: BlockTensor, given: Json) -> BlockTensor:
+    """Return a tensor of Qwen3.5 as published, norms as those of Qwen3-Next.
+
+    With r value heads for each of n key heads, value head i r + j is the file's head j n + i, so that an operand of key
+    heads is repeated as a whole.
+    """
+    tensor = _less_one(name, tensor, given)
     keys, heads = _whole(given, "ssm.group_count"), _whole(given, "ssm.time_step_rank")
     key_dim, size = _whole(given, "ssm.state_size"), _share(given, "ssm.inner_size", "ssm.time_step_rank")
     per_head, first = {
@@ -298,6 +304,12 @@ _QWEN3_5_MOE = dataclasses.replace(
     },
     needed=(*_QWEN3_5.needed, *_EXPERT_KEYS, "expert_shared_feed_forward_length"),
     names={**_QWEN3_5.names, **_with_experts("mlp", "shared_expert")},
+)
+_QWEN3_NEXT = dataclasses.replace(
+    _QWEN3_5_MOE,
+    published="Qwen3NextForCausalLM",
+    names={**_QWEN3_5_MOE.names, "ssm_ba": "linear_attn.in_proj_ba"},
+    restored=_less_one,
 )
 
 
@@ -452,6 +464,7 @@ ARCHITECTURES = MappingProxyType(
             changes=lambda file, given: {"norm_topk_prob": True},  # as llama.cpp computes all files
             names=_NAMES | _with_experts("mlp"),
         ),
+        "qwen3next": _QWEN3_NEXT,
         "qwen35": _QWEN3_5,
         "qwen35moe": _QWEN3_5_MOE,
         "lfm2": _LFM2,

@@ -58,15 +58,16 @@ class GatedDeltaNet(nnx.Module):
     """A gated delta net: projections, the recurrence of `ops.state`, and a gated norm over each value head.
 
     in_proj [Hk, 2 K + 2 r V, D] has the rows of q, k, v and z of each key head, gates [Hk, 2 r, D] those of b and a, so
-    a split over key heads splits all of it. apart: the checkpoint has q, k and v of all heads as one tensor and z, b
-    and a each as another; else it has the rows as they are here.
+    a split over key heads splits all of it. What the checkpoint has, ModelConfig.delta_tensors says.
     """
 
-    def __init__(self, config: ModelConfig, spec: StateSpec, dtype: jnp.dtype, *, apart: bool) -> None:
-        self.spec, model = spec, config.hidden_size
+    def __init__(self, config: ModelConfig, spec: StateSpec, dtype: jnp.dtype) -> None:
+        self.spec, model, stored = spec, config.hidden_size, config.delta_tensors
         rows = spec.channels + spec.group * spec.v_dim
-        self.in_proj = HeadRows((spec.key_heads, rows, model), dtype, _projection_parts(spec, model, apart))
-        self.gates = HeadRows((spec.key_heads, spec.num_gates, model), dtype, _gate_parts(spec, model, apart))
+        projections = _projection_parts(spec, model, apart=stored != "joined")
+        self.in_proj = HeadRows((spec.key_heads, rows, model), dtype, projections)
+        gates = _gate_parts(spec, model, apart=stored == "apart")
+        self.gates = HeadRows((spec.key_heads, spec.num_gates, model), dtype, gates)
         self.conv = ConvTaps(spec, dtype, _tap_parts(spec))
         self.A_log = param((spec.heads,), ("q_heads",), FLOAT32)
         self.dt_bias = param((spec.heads,), ("q_heads",), FLOAT32)
@@ -101,7 +102,7 @@ def _tap_parts(spec: StateSpec) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _projection_parts(spec: StateSpec, model: int, apart: bool) -> tuple[Part, ...]:
+def _projection_parts(spec: StateSpec, model: int, *, apart: bool) -> tuple[Part, ...]:
     heads, values = spec.key_heads, spec.group * spec.v_dim
     if not apart:
         rows = spec.channels + values
@@ -115,7 +116,7 @@ def _projection_parts(spec: StateSpec, model: int, apart: bool) -> tuple[Part, .
     return (*parts, z)
 
 
-def _gate_parts(spec: StateSpec, model: int, apart: bool) -> tuple[Part, ...]:
+def _gate_parts(spec: StateSpec, model: int, *, apart: bool) -> tuple[Part, ...]:
     heads, group = spec.key_heads, spec.group
     if not apart:
         return (Part("in_proj_ba.weight", (heads * 2 * group, model), (heads, 2 * group, model), (0, 0, 0)),)
@@ -126,27 +127,18 @@ def _gate_parts(spec: StateSpec, model: int, apart: bool) -> tuple[Part, ...]:
 class Qwen3NextForCausalLM(CausalLM):
     """Pre-norm layers with a gated delta net or gated attention, and an MLP or experts."""
 
-    apart = False
-
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
         ffn, spec = feed_forward(config, index, dtype), config.layer_states[index]
         if spec is None:
             return PreNormLayer(config, dtype, Attention(config, dtype), ffn)
-        return PreNormLayer(
-            config, dtype, GatedDeltaNet(config, spec, dtype, apart=cls.apart), ffn, mixer="linear_attn"
-        )
-
-
-class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    """Qwen3-Next with the parts of the delta net's projections apart in the checkpoint."""
-
-    apart = True
+        return PreNormLayer(config, dtype, GatedDeltaNet(config, spec, dtype), ffn, mixer="linear_attn")
 
 
 def _qwen3_next(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     sparse = sparse_by_step(hf, fields["num_layers"])
-    return _common(hf, fields) | {"moe": _experts(hf, sparse, num_experts=512, per_token=10)}
+    moe = _experts(hf, sparse, num_experts=512, per_token=10)
+    return _common(hf, fields) | {"moe": moe, "delta_tensors": "gates_joined" if hf.get("tensors_apart") else "joined"}
 
 
 def _qwen3_5(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +171,7 @@ def _common(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         "qk_norm": "head",
         "norm_offset": 1.0,
         "output_gate": "queries",
+        "delta_tensors": "apart",
         "layer_states": tuple(state if kind == "linear_attention" else None for kind in types),
         "ignored_tensors": (_PREDICTOR,),
         "predictor": PredictorHead(UNDER_MTP) if optional_integer(hf, "mtp_num_hidden_layers", 1) else None,
@@ -208,10 +201,10 @@ FAMILIES = (
         defaults=_DEFAULTS | {"intermediate_size": 5632},
         supported=_SUPPORTED,
     ),
-    Family("Qwen3_5ForCausalLM", Qwen3_5ForCausalLM, _qwen3_5, defaults=_DEFAULTS, supported=_SUPPORTED),
+    Family("Qwen3_5ForCausalLM", Qwen3NextForCausalLM, _qwen3_5, defaults=_DEFAULTS, supported=_SUPPORTED),
     Family(
         "Qwen3_5MoeForCausalLM",
-        Qwen3_5ForCausalLM,
+        Qwen3NextForCausalLM,
         _qwen3_5_moe,
         defaults=_DEFAULTS | {"intermediate_size": 512},  # of no layer: all have experts
         supported=_SUPPORTED,
