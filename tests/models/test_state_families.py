@@ -6,6 +6,7 @@ They have tables of their own, because their final states are compared too.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,12 @@ def test_the_width_of_lfm2s_feed_forward(keys: dict[str, Any], width: int) -> No
 @pytest.mark.parametrize(("name", "change"), MUTANTS)
 def test_a_model_without_a_feature_is_off(name: str, change: Callable[[ModelConfig], ModelConfig], load: Load) -> None:
     assert error(load("qwen3_5", change(from_hf(STATE_CASES["qwen3_5"]))), "qwen3_5") > 30 * TOLERANCE
+
+
+def test_a_limit_beyond_float32_is_none() -> None:
+    """Nemotron 3 Ultra is published with 1e308."""
+    config = from_hf(STATE_CASES["bamba"] | {"time_step_limit": [0.0, 1e308]})
+    assert {state.dt_limits for state in config.layer_states if state} == {(0.0, math.inf)}
 
 
 @pytest.mark.parametrize(

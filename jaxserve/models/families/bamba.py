@@ -70,9 +70,11 @@ def mamba2_state(hf: Json, groups: int, heads: int, state: int, head_dim: int, w
     numbers = [x for x in limits if isinstance(x, int | float)] if isinstance(limits, list | tuple) else []
     if len(numbers) != 2 or len(limits) != 2 or not 0 <= numbers[0] <= numbers[1]:
         raise ValueError(f"'time_step_limit' must be two numbers, the smaller first, not {shown(limits)}")
-    return StateSpec("mamba2", groups, heads, state, head_dim, width, dt_limits=(float(numbers[0]), float(numbers[1])))
+    low, high = (float(x) if x <= _LARGEST else math.inf for x in numbers)  # Nemotron 3 Ultra has 1e308
+    return StateSpec("mamba2", groups, heads, state, head_dim, width, dt_limits=(low, high))
 
 
+_LARGEST = 3.4028235e38  # of float32
 # rules of ModelConfig.tensor_names, Falcon-H1's too
 NAMES = (
     ("model.final_layernorm.", "model.norm."),
