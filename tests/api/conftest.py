@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @functools.cache
-def indexed() -> set[tuple[int, str, str | None]]:
+def indexed() -> set[tuple[int | str | None, ...]]:
     """The errors of docs/errors.md: read from the code at the first error, not when a process collects its tests."""
     return {tuple(entry) for entry in entries()}
 
