@@ -289,8 +289,8 @@ class BlockTensor:
         found = self.block.layout.read(self._raw_rows(first, last))
         if self.columns is None:
             return found
-        places = self.columns[:: found.values.shape[1] // found.scales.shape[1]]
-        groups = places // (found.values.shape[1] // found.scales.shape[1])
+        size = found.values.shape[1] // found.scales.shape[1]
+        groups = self.columns[::size] // size
         minima = None if found.minima is None else found.minima[:, groups]
         return Unpacked(found.values[:, self.columns], found.scales[:, groups], minima)
 

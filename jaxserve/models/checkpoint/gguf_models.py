@@ -512,9 +512,10 @@ def _plain(tensor: BlockTensor) -> TensorInfo | BlockTensor:
 
 def _tensors(file: GgufFile) -> dict[str, BlockTensor]:
     """Return the tensors by their published names. Raises ModelLoadError if two have the same, or for too many."""
+    architecture, given = _architecture(file), _metadata(file)
     found: dict[str, BlockTensor] = {}
     for name, stored in file.tensors.items():
-        for full, tensor in _named(file, name, stored):
+        for full, tensor in _named(name, stored, architecture, given):
             if full in found:
                 raise ModelLoadError(
                     f"{file.path} has {full} twice, one of them as {name[:100]}", fix="download it again"
@@ -525,13 +526,15 @@ def _tensors(file: GgufFile) -> dict[str, BlockTensor]:
     return found
 
 
-def _named(file: GgufFile, name: str, stored: BlockTensor) -> Iterator[tuple[str, BlockTensor]]:
+def _named(
+    name: str, stored: BlockTensor, architecture: Architecture, given: Json
+) -> Iterator[tuple[str, BlockTensor]]:
     """Yield a tensor as published, or that of each expert, with its name.
 
     An unknown name is yielded unchanged, and is later reported as a misfit. The tensors of heads that predict further
     tokens become mtp.*, which no model loads.
     """
-    architecture, given, layer = _architecture(file), _metadata(file), _LAYER.fullmatch(name)
+    layer = _LAYER.fullmatch(name)
     own = layer.group(2) if layer else name
     base, _, kind = own.rpartition(".")
     there = architecture.names.get(own) or (
